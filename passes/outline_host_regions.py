@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.extract.extract import buffer_names
-from cotrain_compile.graph import StepGraph
-from cotrain_compile.graph.lazy_module import graph_module
+from cotrain_compile.graph import StepGraph, graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by
 from cotrain_compile.plan import HostRegion, Plan
 from cotrain_compile.runtime.task_nodes import HostCast, RegionCall, insert, launch_of

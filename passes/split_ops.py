@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.capture.nodes.refake import traced_again
-from cotrain_compile.capture.nodes.storages import is_view
+from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names

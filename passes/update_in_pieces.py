@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from cotrain_compile.capture.nodes.refake import traced_again
+from cotrain_compile.capture.nodes.storages import traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names, extract

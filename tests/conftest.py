@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def no_unsound_plan_was_found() -> Iterator[None]:
     """Fails a test in which the search finds a plan that the check refuses, whatever it returns."""
     yield
-    module = sys.modules.get("cotrain_compile.placement.search.unsound")
+    module = sys.modules.get("cotrain_compile.placement.search.found")
     unsound = [*module.UNSOUND] if module else []
     if module:
         module.UNSOUND.clear()

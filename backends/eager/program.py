@@ -2,11 +2,18 @@
 
 The reference for exactness. An error of a process group is said in the words of the user's step
 (`exchange_failed`).
+
+Measured: what a finished step has left to measure it by, made a `Timeline` when somebody asks.
+
+Making one takes as long as a small op for every op of the step. What is kept for it holds numbers
+and names, and no tensor.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +21,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import Call, Row, Write, calls_of
-from cotrain_compile.backends.eager.lock_step import in_lock_step
-from cotrain_compile.backends.eager.room import Room
+from cotrain_compile.backends.eager.lock_step import Room, in_lock_step
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.distribute.meet import first_line
 from cotrain_compile.errors import CotrainError, ExchangeFailed
@@ -23,7 +29,7 @@ from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.graph.collectives import is_collective, is_wait, kind_of, stand_in
 from cotrain_compile.graph.user_lines import user_line
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Lane, Span, exchange_of
+from cotrain_compile.plan import Lane, Span, Timeline, exchange_of
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Runtime, current_runtime
@@ -321,3 +327,35 @@ def exchange_failed(node: fx.Node, error: Exception) -> ExchangeFailed | None:
         f"{line}: the {kind} that this line needs ({begun.name}) came to no end: "
         f"{first_line(error)}. {GO_ON}"
     )
+
+
+class Measurement:
+    """The step that `program` has just ended on `device`, as `rank` of several."""
+
+    def __init__(self, program: EagerProgram, device: Device, rank: int | None = None) -> None:
+        self._rank = rank
+        self._began_at = time.time() - (time.perf_counter() - device.origin_s)
+        self.peak_bytes = device.peak_bytes()
+        self._op_spans, self._task_spans = program.timing(), device.timing()
+        self._origin_s = device.origin_s
+        # Copied: what the user frees between two steps is no part of the first one.
+        self._curve = {
+            tier: samples.copy()
+            for tier, samples in device.meter.curve.items()
+            if device.counts_device or tier is Tier.HOST
+        }
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What the step did."""
+        return Timeline(
+            source="measured",
+            spans=(*self._op_spans(), *self._task_spans()),
+            peak_bytes=self.peak_bytes,
+            memory={
+                tier: tuple((at_s - self._origin_s, used_bytes) for at_s, used_bytes in samples)
+                for tier, samples in self._curve.items()
+            },
+            rank=self._rank,
+            began_at=self._began_at,
+        )

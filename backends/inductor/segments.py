@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.inductor.partition import Stretch, base_of, is_shown
-from cotrain_compile.graph import StepGraph, shape
-from cotrain_compile.graph.lazy_module import graph_module
+from cotrain_compile.graph import StepGraph, graph_module, shape
 from cotrain_compile.passes.views import COPY
 
 aten = torch.ops.aten

@@ -14,9 +14,8 @@ from torch import fx
 from torch.profiler import record_function
 
 from cotrain_compile.analysis.throughput import Throughput, throughput
-from cotrain_compile.backends.eager.measured import Measurement
-from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram
-from cotrain_compile.backends.eager.room import Room
+from cotrain_compile.backends.eager.lock_step import Room
+from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram, Measurement
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
 from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails

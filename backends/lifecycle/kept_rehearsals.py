@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from cotrain_compile.backends.inductor.code_cache import key_of
+from cotrain_compile.backends.inductor.compile_graph import key_of
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.files import parsed, write_whole

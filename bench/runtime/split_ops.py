@@ -36,7 +36,7 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_bytes, format_seconds

@@ -31,31 +31,33 @@ from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.capture.aten.prepare import prepare
 from cotrain_compile.capture.counts import tell_ops
 from cotrain_compile.capture.dynamo.as_eager import do_as_eager
-from cotrain_compile.capture.dynamo.data_sizes import (
+from cotrain_compile.capture.dynamo.diagnose import (
     refuse_checks_of_data,
     refuse_linear_algebra_that_raises,
     refuse_sizes_from_data,
 )
-from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.hook import install
-from cotrain_compile.capture.dynamo.leaves import run_and_make_leaves
+from cotrain_compile.capture.dynamo.leaves import (
+    hide_writes_by_aliases,
+    refuse_shared_data,
+    run_and_make_leaves,
+)
 from cotrain_compile.capture.dynamo.optimizers import guard_parameters_without_optimizer
 from cotrain_compile.capture.dynamo.session import Session, current_session
 from cotrain_compile.capture.nodes.phases import mark_written_backwards, phases
-from cotrain_compile.capture.remat.rematerialise import rematerialise
-from cotrain_compile.capture.remat.saved_values import saved_values
+from cotrain_compile.capture.remat import rematerialise, saved_values
 from cotrain_compile.capture.roles.accumulation import (
     dropped_gradients,
+    kept_in,
+    kept_outputs,
     note_dropped,
     refuse_additions_to_dropped,
     refuse_missing_updates,
     refuse_untrained,
 )
-from cotrain_compile.capture.roles.inputs import describe_inputs
-from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
+from cotrain_compile.capture.roles.inputs import describe_inputs, shared_memory
 from cotrain_compile.capture.roles.local_parts import LocalParts, local_parts
-from cotrain_compile.capture.roles.shared_memory import shared_memory
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Checkpoints
 from cotrain_compile.graph import OptimizerRule, StepGraph
 

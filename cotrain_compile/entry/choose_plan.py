@@ -31,8 +31,7 @@ from cotrain_compile.options.parts import PlanningOptions
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
-from cotrain_compile.placement.search.rest_on_host import rest_on_host
-from cotrain_compile.placement.search.reuse_placement import reuse_placement
+from cotrain_compile.placement.search.reuse_placement import rest_on_host, reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest

@@ -38,7 +38,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import Owner, guard_state
 from cotrain_compile.backends.lifecycle.per_shape import PerShape
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
-from cotrain_compile.backends.verify.verify import VerifiedStep, refuse_race
+from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
 from cotrain_compile.capture.dynamo.compute_device import chosen_device

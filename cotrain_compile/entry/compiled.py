@@ -22,8 +22,8 @@ import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
-from cotrain_compile.capture.dynamo.called_step import FrameObjects
 from cotrain_compile.capture.dynamo.hook import frame_objects
+from cotrain_compile.capture.dynamo.settings import FrameObjects
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier

@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_leaves
 from cotrain_compile.capture.offline.absent_card import absent_card, card_for
 from cotrain_compile.capture.offline.card_attention import assumed
 from cotrain_compile.capture.offline.forked import in_a_copy
-from cotrain_compile.capture.offline.known_values import KnownValues
-from cotrain_compile.capture.offline.offline import offline
+from cotrain_compile.capture.offline.offline import KnownValues, offline, skip_initialisation
 from cotrain_compile.capture.offline.only_trace import only_traced
-from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.pretend import pretended
 from cotrain_compile.entry.compile_step import cotrain

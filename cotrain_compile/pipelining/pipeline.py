@@ -22,7 +22,7 @@ from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError
-from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
 from cotrain_compile.pipelining.grid import Grid, divide
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
 from cotrain_compile.pipelining.together import (
@@ -43,7 +43,6 @@ from cotrain_compile.pipelining.turns import (
     Turns,
     compiled_update,
 )
-from cotrain_compile.pipelining.visits import visits
 
 
 class Pipeline:

@@ -24,7 +24,7 @@ from torch import nn
 
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.runtime.lanes import Lane, Task
-from cotrain_compile.runtime.throttled_link import ThrottledLink
+from cotrain_compile.runtime.network import ThrottledLink
 
 # A parameter or gradient at home, and the one on the device.
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from cotrain_compile.errors import DistributeError
+from cotrain_compile.pipelining.cut import Shape
 from cotrain_compile.pipelining.turns import Turns
-from cotrain_compile.pipelining.visits import Shape
 
 T = TypeVar("T")
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from cotrain_compile.distribute.ranks import note_exchanges_outside
-from cotrain_compile.pipelining.cut import Part
-from cotrain_compile.pipelining.visits import kept_buffers
+from cotrain_compile.pipelining.cut import Part, kept_buffers
 
 _number = itertools.count()
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]

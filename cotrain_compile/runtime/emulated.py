@@ -33,10 +33,9 @@ from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.network import ThrottledNetwork
+from cotrain_compile.runtime.network import ThrottledLink, ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime, running_on
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
-from cotrain_compile.runtime.throttled_link import ThrottledLink
 
 
 class EmulatedDevice(Device):

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Phase, Role
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
-from cotrain_compile.graph.lazy_module import graph_module
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, graph_module
 from tests.support.calls import Call, Shape, Word, read_line
 
 # What a trace notes at the nodes of a stretch, by its heading. Gradients are accumulated in the

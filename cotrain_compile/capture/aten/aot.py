@@ -27,9 +27,11 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cotrain_compile.capture.aten.float_inputs import floats_stay_inputs
-from cotrain_compile.capture.aten.foreach import foreach_decompositions
-from cotrain_compile.capture.aten.scalars import scalar_decompositions
+from cotrain_compile.capture.aten.scalars import (
+    floats_stay_inputs,
+    foreach_decompositions,
+    scalar_decompositions,
+)
 from cotrain_compile.capture.aten.trace_cache import AotCompile, lower_once
 from cotrain_compile.capture.counts import lowering_counted
 from cotrain_compile.capture.dynamo.scaling import scaling_decompositions

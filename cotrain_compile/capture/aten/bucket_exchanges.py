@@ -35,8 +35,7 @@ from cotrain_compile.capture.nodes.exchanges import (
     last_write,
     writes_into,
 )
-from cotrain_compile.capture.nodes.refake import traced_again
-from cotrain_compile.capture.nodes.storages import read_instead, storage_key
+from cotrain_compile.capture.nodes.storages import read_instead, storage_key, traced_again
 from cotrain_compile.dataflow import SMALL_EXCHANGE_BYTES
 
 aten = torch.ops.aten

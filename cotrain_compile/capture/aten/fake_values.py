@@ -21,8 +21,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from cotrain_compile.capture.nodes.refake import traced_again
-from cotrain_compile.capture.nodes.storages import is_view
+from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.graph.collectives import is_wait
 
 aten = torch.ops.aten

@@ -12,10 +12,9 @@ from torch import fx
 
 from cotrain_compile.capture.aten.bucket_exchanges import bucket_exchanges
 from cotrain_compile.capture.aten.exchange_times import wait_late
-from cotrain_compile.capture.aten.like_ops import take_shapes_alone
+from cotrain_compile.capture.aten.like_ops import give_zeros_memory, take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
 from cotrain_compile.capture.aten.sums_over_ranks import sum_once
-from cotrain_compile.capture.aten.zero_tensors import give_zeros_memory
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key

@@ -44,7 +44,7 @@ from cotrain_compile.capture.aten.kept_values import Values, give_values, values
 from cotrain_compile.capture.offline.card_attention import DEPRIORITIZED
 from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.dataflow import Checkpoints
-from cotrain_compile.graph.lazy_module import graph_module
+from cotrain_compile.graph import graph_module
 from cotrain_compile.support.disk_cache import folder_of, package_digest
 
 Compile = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]

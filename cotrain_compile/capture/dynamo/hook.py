@@ -34,10 +34,8 @@ from torch._dynamo.types import ConvertFrameReturn
 
 from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.ambient import why_passed_over, why_refused
-from cotrain_compile.capture.dynamo.called_step import FrameObjects, called_step
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
-from cotrain_compile.capture.dynamo.data_sizes import size_behind
-from cotrain_compile.capture.dynamo.diagnose import diagnose
+from cotrain_compile.capture.dynamo.diagnose import diagnose, size_behind
 from cotrain_compile.capture.dynamo.left_to_eager import (
     in_eager,
     is_left,
@@ -46,7 +44,7 @@ from cotrain_compile.capture.dynamo.left_to_eager import (
 )
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import Session, active
-from cotrain_compile.capture.dynamo.settings import seen_settings
+from cotrain_compile.capture.dynamo.settings import FrameObjects, called_step, seen_settings
 from cotrain_compile.capture.dynamo.ways_on import way_on_of
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options

@@ -21,7 +21,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
     FrameExecStrategy,
 )
 
-from cotrain_compile.capture.dynamo.called_step import CalledStep
+from cotrain_compile.capture.dynamo.settings import CalledStep
 from cotrain_compile.errors import CaptureError
 
 _KEPT_AS = "_cotrain_left_to_eager"

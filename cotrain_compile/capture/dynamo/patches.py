@@ -40,32 +40,33 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
-from cotrain_compile.capture.dynamo.alike_updates import traced_once_a_kind
+from cotrain_compile.capture.dynamo.alike_updates import grouped_at_once, traced_once_a_kind
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
-from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.dynamo.checkpoint_effects import checkpoint_effects_traced
-from cotrain_compile.capture.dynamo.class_names import class_names_traced
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.in_place import in_place_traced
 from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
+from cotrain_compile.capture.dynamo.missing_rules import (
+    class_names_traced,
+    deques_bounded,
+    methods_by_name,
+    repeated_arguments_traced,
+    rules_added,
+)
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
-from cotrain_compile.capture.dynamo.older_dynamo import rules_added
-from cotrain_compile.capture.dynamo.one_group import grouped_at_once
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
-from cotrain_compile.capture.dynamo.repeated_arguments import repeated_arguments_traced
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
-from cotrain_compile.capture.dynamo.tensor_methods import methods_by_name
 from cotrain_compile.capture.dynamo.wrappers import without_hook
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 

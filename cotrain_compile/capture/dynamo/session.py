@@ -12,9 +12,8 @@ import torch
 from torch import fx
 from torch.amp.grad_scaler import GradScaler
 
-from cotrain_compile.capture.dynamo.called_step import CalledStep, FrameObjects
-from cotrain_compile.capture.dynamo.data_writes import CopiedData
-from cotrain_compile.capture.dynamo.settings import SeenSettings
+from cotrain_compile.capture.dynamo.leaves import CopiedData
+from cotrain_compile.capture.dynamo.settings import CalledStep, FrameObjects, SeenSettings
 from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.state.scaler_state import ScalerRecord
 from cotrain_compile.distribute.ddp import SeenDdp

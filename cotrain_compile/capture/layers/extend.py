@@ -36,7 +36,7 @@ from cotrain_compile.capture.layers.blocks import (
 from cotrain_compile.capture.layers.checkpoints import Checkpoints
 from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of, subgraph_of
 from cotrain_compile.capture.layers.shorten import Shortened, entry_of, is_even
-from cotrain_compile.capture.nodes.refake import traced_again
+from cotrain_compile.capture.nodes.storages import traced_again
 
 aten = torch.ops.aten
 _VECTORS = {aten.stack.default, aten.cat.default}

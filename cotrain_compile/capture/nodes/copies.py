@@ -11,8 +11,7 @@ from collections.abc import Callable, Set
 
 from torch import fx
 
-from cotrain_compile.capture.nodes.refake import traced_again
-from cotrain_compile.capture.nodes.storages import read_instead
+from cotrain_compile.capture.nodes.storages import read_instead, traced_again
 
 # What a copy must not take along of a node: it would be taken for a part of the forward.
 _OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id")

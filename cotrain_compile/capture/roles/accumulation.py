@@ -3,11 +3,16 @@
 A call without `optimizer.step()` leaves its gradients in `p.grad`; a call without `backward()`
 updates from what it finds there, or is one that only looks: an early return, an evaluation. What is
 neither is refused, and so are a lost update and a lost gradient.
+
+Kept gradients: which values that a step returns are stored in the `.grad` of which parameter.
+
+In: Dynamo's graph with the stores that its trace has seen, then the step graph made of it. Out: for
+`StepGraph.kept`, the returned nodes with the names of their parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,10 +21,11 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from cotrain_compile.capture.dynamo.called_step import FrameObjects
 from cotrain_compile.capture.dynamo.session import Session
+from cotrain_compile.capture.dynamo.settings import FrameObjects
+from cotrain_compile.capture.roles.local_parts import returned_positions
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.graph.user_lines import first_line
 
 # By the optimizer that updates it and the id of a parameter, the functions of which some graph has
@@ -132,3 +138,35 @@ _LOOKS = (
 
 def _written(step: StepGraph) -> set[str]:
     return {destination.name for _, destination, _ in writes(step.module.graph)}
+
+
+def kept_outputs(
+    module: fx.GraphModule, stores: Sequence[tuple[torch.Tensor, fx.Node]]
+) -> tuple[int, Mapping[int, torch.Tensor]]:
+    """How many values Dynamo's graph returns, and whose gradient each of them is, by position."""
+    (output,) = module.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    param_of = {node: param for param, node in stores}
+    found = {i: param_of[node] for i, node in enumerate(returned) if node in param_of}
+    return len(returned), found
+
+
+def kept_in(
+    step: StepGraph,
+    kept: tuple[int, Mapping[int, torch.Tensor]],
+    values: Sequence[Any],
+) -> Mapping[str, str]:
+    """The names of the returned nodes that are `kept` gradients, with their parameters'.
+
+    `values` are the user's tensors that the inputs of `step` stand for. None where the ATen graph
+    returns something else than Dynamo's, value by value.
+    """
+    count, params = kept
+    returned = returned_values(step)
+    names = {id(value): item.name for value, item in zip(values, step.inputs, strict=True)}
+    positions = returned_positions(step.module.graph, count)
+    return {
+        node.name: names[id(params[position])]
+        for node, position in zip(returned, positions, strict=True)
+        if isinstance(node, fx.Node) and position in params and id(params[position]) in names
+    }

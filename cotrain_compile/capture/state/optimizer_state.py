@@ -2,22 +2,31 @@
 
 Private torch API used: `Optimizer._init_group`, `_torchdynamo_orig_callable`. Reason: they are how
 torch's optimizers make their state. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+
+Quantized states: those of torchao's optimizers, made as their first step makes them.
+
+Each is a tensor made of codes, scales and a table, which torchao computes by way of lists of
+Python, where no trace goes.
+
+Private API used: `torchao.optim.adam._AdamBase._new_buffer`. Reason: there is no public way to have
+torchao make a state without a step. Tried on torchao 0.18.0.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cotrain_compile.capture.state.quantized_states import quantized_states
 from cotrain_compile.capture.state.untouched import MAKE_ZEROS, zeros_on_host
 from cotrain_compile.errors import HostMemoryError
 
@@ -220,3 +229,26 @@ def undecorated(function: Any) -> Callable[..., Any] | None:
             function = function.__wrapped__
         else:
             return cast(Callable[..., Any] | None, function)
+
+
+StatesOf = Callable[[Tensor, Mapping[str, Any]], dict[str, Tensor]]
+
+
+def quantized_states(optimizer: torch.optim.Optimizer) -> StatesOf | None:
+    """What makes the states of a parameter in a group of `optimizer`; None if it is another's."""
+    base = getattr(sys.modules.get("torchao.optim.adam"), "_AdamBase", None)
+    if base is None or not isinstance(optimizer, base):
+        return None
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
+        return None
+    new_buffer: Callable[[Tensor, bool], Tensor] = optimizer._new_buffer
+
+    def make(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        unsigned = ["exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        return {
+            "step": torch.tensor(0.0),
+            "exp_avg": new_buffer(param, True),
+            **{name: new_buffer(param, False) for name in unsigned},
+        }
+
+    return make

@@ -34,7 +34,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import low_precision_copies
-from cotrain_compile.placement.schedule.exchanges import (
+from cotrain_compile.placement.schedule.exchanges_ahead import (
     chain_of,
     is_shifted,
     loosest,

@@ -12,11 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.placement.schedule import task_names
-from cotrain_compile.placement.schedule.clock import Clock
-from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
+from cotrain_compile.placement.schedule import books
+from cotrain_compile.placement.schedule.books import Clock, MemoryLedger, TaskList
 from cotrain_compile.placement.schedule.moves import Moves, Send
-from cotrain_compile.placement.schedule.task_list import TaskList
 from cotrain_compile.plan import Lane, Transfer
 
 
@@ -59,7 +57,7 @@ class OffloadLane:
         """Send a fetched `buffer` back over its home; its copy is held until it is there."""
         gap = self._clock.gap
         self._ledger.hold(nbytes)
-        name = task_names.task_name("store", buffer)
+        name = books.task_name("store", buffer)
         send = Send(name, buffer, nbytes, gap - 1, gap, buffer)
         self._urgent[send.name] = send
 

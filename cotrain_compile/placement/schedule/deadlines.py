@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit, MemoryLedger
+from cotrain_compile.placement.schedule.books import DoesNotFit, MemoryLedger
 from cotrain_compile.placement.schedule.moves import DeviceUpdate, Fetch
 
 

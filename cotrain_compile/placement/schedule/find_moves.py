@@ -22,7 +22,7 @@ from cotrain_compile.placement.residency import (
     gradients_at_home,
     longest_gap,
 )
-from cotrain_compile.placement.schedule import task_names
+from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import (
     joined_by_layer,
@@ -84,7 +84,7 @@ class _Finder:
         self.instances: list[Instance] = []
         self.casts: list[Cast] = []
         self.update_names = {
-            group.param: task_names.task_name("update", group.param)
+            group.param: books.task_name("update", group.param)
             for group in self.program.host_groups
         }
         # Names of what makes and fetches each weight at home on the host.
@@ -130,7 +130,7 @@ class _Finder:
         for param, copy in sorted(copied, key=lambda pair: first_use.get(pair[1], 0)):
             ops = (writer[copy].name,)
             seconds = self.problem.host_cast_s(ops)
-            name = task_names.task_name("cast", param)
+            name = books.task_name("cast", param)
             cast = Cast(name, param, copy, ops, seconds, self._carried_update(param))
             self.casts.append(cast)
             self.weight_tasks[param] = (cast.name,)
@@ -147,7 +147,7 @@ class _Finder:
         if stays and len(old) < len(touched):
             stays[-1] = (stays[-1][0], touched[-1])
         for number, (first, last) in enumerate(stays):
-            name = task_names.task_name("refetch" if number else "fetch", buffer.name)
+            name = books.task_name("refetch" if number else "fetch", buffer.name)
             # Where there is a cast, that follows the update of the step before.
             previous = () if after else self._carried_update(param)
             self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
@@ -168,14 +168,14 @@ class _Finder:
         # Where the update is the first to touch it, that has a fetch of its own.
         first_number = 1 if updates_here and not uses.before else 0
         for number, (first, last) in enumerate(uses.stays, start=first_number):
-            fetch = task_names.task_name("refetch" if number else "fetch", name)
+            fetch = books.task_name("refetch" if number else "fetch", name)
             self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
             if updates_here and uses.before and (first, last) == uses.stays[-1]:
                 last = max(last, self.windows[updates_here.param][0])
             self.instances.append(Instance(buffer, first, last + 1))
         if uses.written and (uses.written_late or not updates_here):
             ready, last = uses.written[-1], uses.stays[-1][1]
-            store = task_names.task_name("store", name)
+            store = books.task_name("store", name)
             self.stores[name] = Send(store, name, buffer.nbytes, ready, last + 1, name)
             self.sends.append(self.stores[name])
 
@@ -219,7 +219,7 @@ class _Finder:
             if number:
                 before = stays[0][1]
                 send = self._send(buffer, before, before + 1)
-                name = task_names.task_name("fetch" if number == 1 else "refetch", buffer.name)
+                name = books.task_name("fetch" if number == 1 else "refetch", buffer.name)
                 self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 
     def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
@@ -234,7 +234,7 @@ class _Finder:
 
     def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
         if buffer.name not in self.offloads:
-            name = task_names.task_name("offload", buffer.name)
+            name = books.task_name("offload", buffer.name)
             self.offloads[buffer.name] = Send(name, buffer.name, buffer.nbytes, ready, holds_from)
             self.sends.append(self.offloads[buffer.name])
         return self.offloads[buffer.name]
@@ -289,7 +289,7 @@ class _Finder:
         if (earliest := self._allowed(earliest, limit)) >= self.windows[group.param][0]:
             return None
         return Speculation(
-            task_names.task_name("speculate", group.param),
+            books.task_name("speculate", group.param),
             guesses,
             tuple(send for name, send in inputs.items() if name not in guesses),
             self.weight_tasks.get(group.param, ()),
@@ -402,7 +402,7 @@ class _Finder:
 
 
 def _fetch(buffer: Buffer, need: int, *after: str) -> Fetch:
-    name = task_names.task_name("fetch", buffer.name)
+    name = books.task_name("fetch", buffer.name)
     return Fetch(name, buffer.name, buffer.nbytes, need, after)
 
 

@@ -13,11 +13,10 @@ from collections import deque
 
 from cotrain_compile.dataflow import UpdateGroup
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule import task_names
-from cotrain_compile.placement.schedule.clock import Clock
+from cotrain_compile.placement.schedule import books
+from cotrain_compile.placement.schedule.books import Clock, TaskList
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
 from cotrain_compile.placement.schedule.moves import HostUpdate, Moves, Speculation
-from cotrain_compile.placement.schedule.task_list import TaskList
 from cotrain_compile.plan import HostRegion, Lane, Transfer
 
 
@@ -135,7 +134,7 @@ class HostLane:
         self._returning.remove(update)
         param = update.group.param
         task = Transfer(
-            task_names.task_name("prefetch", param),
+            books.task_name("prefetch", param),
             "prefetch",
             param,
             self._buffers[param].nbytes,

@@ -17,14 +17,12 @@ from itertools import chain, islice
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.clock import Clock
+from cotrain_compile.placement.schedule.books import Clock, MemoryLedger, TaskList
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
 from cotrain_compile.placement.schedule.deadlines import Pending, with_deadlines
-from cotrain_compile.placement.schedule.exchanges import elapsed_with_stalls
+from cotrain_compile.placement.schedule.exchanges_ahead import elapsed_with_stalls
 from cotrain_compile.placement.schedule.host_lane import HostLane
-from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
 from cotrain_compile.placement.schedule.moves import Fetch, Moves
-from cotrain_compile.placement.schedule.task_list import TaskList
 from cotrain_compile.plan import Lane, MovedOps, Task, Transfer
 
 # Of so many updates the first whose states fit is fetched.

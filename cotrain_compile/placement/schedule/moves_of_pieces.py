@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.placement.residency import IntervalSum
-from cotrain_compile.placement.schedule import task_names
+from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.moves import DeviceUpdate, Fetch
 
 
@@ -60,7 +60,7 @@ def in_pieces(
 
 
 def _fetch(dataflow: Dataflow, piece: str, need: int, after: tuple[str, ...]) -> Fetch:
-    name = task_names.task_name("fetch", piece)
+    name = books.task_name("fetch", piece)
     return Fetch(name, piece, dataflow.buffer[piece].nbytes, need, after)
 
 

@@ -26,15 +26,14 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
-from cotrain_compile.placement.schedule.bundles import alone, bundled
+from cotrain_compile.placement.schedule.books import DoesNotFit
+from cotrain_compile.placement.schedule.bundles import alone, bundled, calls_s, settled
 from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
-from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.overflow_to_disk import overflowing_to_disk
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_disk, refuse_host
-from cotrain_compile.placement.schedule.settle import calls_s, settled
 from cotrain_compile.placement.simulate.predict import predict, starts_of, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 

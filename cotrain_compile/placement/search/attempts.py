@@ -21,9 +21,8 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search import unsound
 from cotrain_compile.placement.search.cover import covered
-from cotrain_compile.placement.search.found import Found, Missing
+from cotrain_compile.placement.search.found import Found, Missing, note_unsound
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
@@ -274,7 +273,7 @@ class Attempts:
             units += PER_TASK_OF_DRAFT * len(found.tasks)
             return found
         except PlanError as fault:  # its tasks contradict one another
-            unsound.note(placement.policy, fault)
+            note_unsound(placement.policy, fault)
             raise PlacementError(str(fault), shortfall_bytes=0) from fault
         finally:
             self.meter.charge(units)

@@ -1,24 +1,40 @@
-"""Found: the fastest schedule of every way that was tried, by the name of the way."""
+"""Found: the fastest schedule of every way that was tried, by the name of the way.
+
+Guessing: a schedule with updates on guesses added to it.
+
+In: a Problem and what was found for it. Out: the same placement with those of its updates on the
+host on guesses that begin early enough. A plan is hedged where that is all that guesses have
+changed: while they are held back it is the plan that waits, which was looked for without them.
+
+Unsound: what the search has found and the check refuses. It is never the answer.
+
+In: the Problem and how a plan for it is made. Out: the plan, which the check takes. Where it does
+not, or nothing can be made, that is a fault of this package, however the search goes on: `UNSOUND`
+has the words of all of this process, so that tests and campaigns fail on it, and the logger
+`cotrain_compile` tells it at debug level.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
-from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.guessing import on_guesses
+from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
+from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.work import Meter
-from cotrain_compile.plan import Milestone, Placement, Plan
+from cotrain_compile.plan import HostRegion, Milestone, Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
@@ -101,3 +117,59 @@ class Found:
             # Not where the host has no room for what updates of two steps read.
             with suppress(PlacementError):
                 yield draft(self.problem, replace(placement, overlap_steps=True), tactics=tactics)
+
+
+ROUNDING = 1.0 + 1e-9
+
+
+def on_guesses(problem: Problem, found: Draft, guessed: Collection[str]) -> Iterator[Draft]:
+    """`found` with the updates on guesses that begin early enough, where there are any.
+
+    Guesses may be made in updates of the parameters `guessed`.
+    """
+    modes = found.placement.updates
+    hosted = [param for param in guessed if modes[param] in HOST_MODES]
+    if not hosted or not found.placement.early_updates:
+        return
+    # Not where the host has no room for what they save.
+    with suppress(PlacementError):
+        placement = replace(found.placement, speculative=tuple(hosted))
+        tried = draft(problem, placement, tactics=found.tactics)
+        begun = {t.param for t in tried.tasks if isinstance(t, HostRegion) and t.guesses}
+        placement = replace(placement, speculative=tuple(p for p in hosted if p in begun))
+        yield replace(tried, placement=placement)
+
+
+def hedged(problem: Problem, waiting: Plan, found: Draft, *, compiled: bool | None) -> Plan:
+    """`waiting`, the plan of `found`, with guesses where they gain and cost nothing held back."""
+    waits_s = outcomes(problem, waiting).right_s * ROUNDING
+    for tried in on_guesses(problem, found, tuple(guesses_of(problem.dataflow))):
+        plan = finished(problem, tried, compiled=compiled)
+        gains = plan.predicted.makespan_s < waiting.predicted.makespan_s
+        if plan.speculations and gains and outcomes(problem, plan).held_back_s <= waits_s:
+            return plan
+    return waiting
+
+
+UNSOUND: list[str] = []
+
+
+def sound(problem: Problem, name: str, make: Callable[[], Plan]) -> Plan:
+    """What `make` makes of what was found by the way called `name`: it passes the check.
+
+    Raises `PlanError`, which is noted, where it does not, or where it contradicts the step so much
+    that no plan can be made of it.
+    """
+    try:
+        plan = make()
+        check(problem, plan)
+    except PlanError as error:
+        note_unsound(name, error)
+        raise
+    return plan
+
+
+def note_unsound(name: str, error: PlanError) -> None:
+    """Count what was found by the way called `name` as a fault, because of `error`."""
+    UNSOUND.append(f"{name}: {error}")
+    logging.getLogger("cotrain_compile").debug("dropped the plan of %s: %s", name, error)

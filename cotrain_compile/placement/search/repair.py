@@ -21,7 +21,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import longest_gap, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
-from cotrain_compile.placement.search.least import Least
+from cotrain_compile.placement.search.infeasible import Least
 from cotrain_compile.plan import Placement, UpdateMode
 
 Bytes = NDArray[np.int64]

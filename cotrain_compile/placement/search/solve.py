@@ -20,8 +20,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
-from cotrain_compile.placement.milp.beside import Beside
-from cotrain_compile.placement.milp.bound import certified_bound_s
+from cotrain_compile.placement.milp.bound import Beside, certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
@@ -31,20 +30,18 @@ from cotrain_compile.placement.search.climb_levels import (
     climb_quickly,
     follow_users,
 )
-from cotrain_compile.placement.search.guessing import hedged
+from cotrain_compile.placement.search.found import hedged, sound
 from cotrain_compile.placement.search.improve import (
     cover_values,
     fetch_late,
     let_small_rest,
     share_updates,
 )
-from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
-from cotrain_compile.placement.search.least import Least
+from cotrain_compile.placement.search.infeasible import Least, floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
 from cotrain_compile.placement.search.split_variants import best_split
-from cotrain_compile.placement.search.unsound import sound
 from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,

@@ -33,7 +33,7 @@ from cotrain_compile.placement.recompute.regions import every_layer, every_other
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.search.least import Least, least_of
+from cotrain_compile.placement.search.infeasible import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
 

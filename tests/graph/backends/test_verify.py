@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile.backends import devices
-from cotrain_compile.backends.verify import verify
-from cotrain_compile.backends.verify.reference import (
+from cotrain_compile.backends import devices, verify
+from cotrain_compile.backends.verify import (
     elements_apart,
     largest_difference,
     on,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from cotrain_compile.backends import devices
-from cotrain_compile.capture.dynamo import alike_updates, one_group, patches
+from cotrain_compile.capture.dynamo import alike_updates, patches
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.entry.tracing import trace_graph
@@ -59,7 +59,7 @@ def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list
     with monkeypatch.context() as patch:
         patch.setattr(lower, "_parts", lambda *_: [])
         patch.setattr(patches, "traced_once_a_kind", lambda *_: None)
-        patch.setattr(one_group, "_are_one_group", lambda *_: False)
+        patch.setattr(alike_updates, "_are_one_group", lambda *_: False)
         return few, anonymous(trace_graph(build))
 
 

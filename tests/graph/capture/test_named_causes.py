@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from cotrain_compile.capture.dynamo.data_sizes import refuse_sizes_from_data
+from cotrain_compile.capture.dynamo.diagnose import refuse_sizes_from_data
 from cotrain_compile.errors import CaptureError, OptionError
 
 Loss = Callable[[Any, Tensor], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 
-from cotrain_compile.capture.dynamo.tensor_methods import methods_by_name
+from cotrain_compile.capture.dynamo.missing_rules import methods_by_name
 
 
 @dataclass

@@ -15,11 +15,10 @@ from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.entry.compile_step import check_options
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
-from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
 from cotrain_compile.pipelining.memory import turn_budgets
 from cotrain_compile.pipelining.pipeline import read_plan
 from cotrain_compile.pipelining.turns import Turns
-from cotrain_compile.pipelining.visits import visits
 
 
 class Layer(nn.Module):

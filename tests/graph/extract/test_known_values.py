@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import cotrain_compile
-from cotrain_compile.capture.offline.known_values import LARGEST, KnownValues
-from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
+from cotrain_compile.capture.offline.offline import LARGEST, KnownValues, skip_initialisation
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from cotrain_compile.capture.aten.prepare import (
     take_norms_early,
     write_updates_early,
 )
-from cotrain_compile.capture.remat.rematerialise import rematerialise
+from cotrain_compile.capture.remat import rematerialise
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph

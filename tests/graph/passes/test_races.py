@@ -13,7 +13,7 @@ import pytest
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
-from cotrain_compile.backends.verify.verify import refuse_race
+from cotrain_compile.backends.verify import refuse_race
 from cotrain_compile.errors import VerifyError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes import run_passes

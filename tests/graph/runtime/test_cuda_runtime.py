@@ -28,9 +28,9 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import streamed, zero_offload
 from cotrain_compile.placement.schedule import bundles
+from cotrain_compile.placement.schedule.bundles import settled
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.schedule.settle import settled
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Lane, Placement, Plan, UpdateMode
 from cotrain_compile.runtime.cuda import device as cuda

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
 import cotrain_compile
-from cotrain_compile.capture.aten import float_inputs
+from cotrain_compile.capture.aten import scalars
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.host import fused_kernel
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
@@ -213,7 +213,7 @@ def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(
         seen.append(step)
         return lambda inputs: step.module(*inputs)
 
-    monkeypatch.setattr(float_inputs, "INPUTS_ARE_HIDDEN", True)
+    monkeypatch.setattr(scalars, "INPUTS_ARE_HIDDEN", True)
     with compiling_with(note):
         train(OPTIMIZERS["sgd"], lambda o: ByHand(o, ["lr"]), cotrain())
     first, second = seen

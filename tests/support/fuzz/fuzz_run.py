@@ -37,7 +37,7 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.views import storage
-from cotrain_compile.placement.search.unsound import UNSOUND
+from cotrain_compile.placement.search.found import UNSOUND
 from tests.support.closeness import same_bits
 from tests.support.fuzz.fuzz_compare import (
     Broken,

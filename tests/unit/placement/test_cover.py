@@ -19,7 +19,7 @@ from cotrain_compile.placement.residency import gaps_away
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan

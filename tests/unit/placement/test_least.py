@@ -15,7 +15,7 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import shortfall_bytes
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from tests.support.examples import examples

@@ -12,7 +12,7 @@ from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.greedy import least_bytes
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.work import Allowance, Meter
 from tests.support.examples import examples
 from tests.support.random_problems import problems, with_budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import UpdateMode
 from cotrain_compile.presets import find

@@ -18,7 +18,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find

@@ -17,7 +17,7 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find

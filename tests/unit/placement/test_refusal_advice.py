@@ -10,7 +10,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.peak import ACTIVATIONS, peak_of
+from cotrain_compile.placement.schedule.refuse import ACTIVATIONS, peak_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain

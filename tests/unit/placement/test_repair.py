@@ -15,7 +15,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.greedy import least_memory
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find

@@ -21,7 +21,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.schedule.exchanges import chain_of, is_shifted
+from cotrain_compile.placement.schedule.exchanges_ahead import chain_of, is_shifted
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.solve import FRACTIONS, SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport, UpdateMode

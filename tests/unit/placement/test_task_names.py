@@ -14,7 +14,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.schedule import task_names
+from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
@@ -68,7 +68,7 @@ def test_a_step_is_scheduled_alike_whatever_its_tasks_are_called(
     for problem in (roomy, tight):
         plan = schedule(problem, placement)
         with monkeypatch.context() as patch:
-            patch.setattr(task_names, "task_name", lambda verb, what: f"task {draw()}")
+            patch.setattr(books, "task_name", lambda verb, what: f"task {draw()}")
             other = schedule(problem, placement)
         check(problem, other)
         pairs = zip(plan.tasks, other.tasks, strict=True)

@@ -19,10 +19,9 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, finished, schedule
-from cotrain_compile.placement.search.found import Found
-from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.found import UNSOUND, Found
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.search.unsound import UNSOUND
 from cotrain_compile.plan import Task, Transfer
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 
-from cotrain_compile.runtime import throttled_link
-from cotrain_compile.runtime.throttled_link import ThrottledLink
+from cotrain_compile.runtime import network
+from cotrain_compile.runtime.network import ThrottledLink
 
 
 def test_copies_end_when_the_link_has_passed_them_however_late_its_thread_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     until: list[float] = []
-    monkeypatch.setattr(throttled_link, "sleep_until", until.append)
+    monkeypatch.setattr(network, "sleep_until", until.append)
     link = ThrottledLink()
     done: list[str] = []
     # Three are there from 10 s on, another one from 20 s; the link takes 1 s for each.

@@ -1,1 +1,0 @@
-"""Verify: the first steps, compared to the bit with the same step without its plan."""

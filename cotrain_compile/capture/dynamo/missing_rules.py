@@ -1,0 +1,236 @@
+"""Missing rules: what Dynamo does not trace, or not as eager has it, five small ones.
+
+Names of classes: the class of a parameter has a name and a module, as any other class has.
+
+In: what reads an attribute in a trace. Out: a constant, where it is a name of a class that Dynamo
+puts into graphs as a function, such as `nn.Parameter`. PEFT asks `type(weight).__module__` whether
+a weight is quantized. Another class fails the guards on the weight itself.
+
+Private torch API used: `GetAttrBuiltinVariable.call_function`, in torch 2.11 `BuiltinVariable`'s,
+and `BaseTorchVariable`. Reason: of an attribute of such a class Dynamo knows no value. Tried on
+torch 2.11.0 and 2.13.0.
+
+Repeated arguments: a tensor may be given to `autograd.Function.apply` more than once.
+
+In: the arguments of a call in a trace. Out: the same, with a view in place of each tensor that was
+there before. Self-attention over packed sequences by FlashAttention's package does so: the starts
+of queries are those of keys. Its gradient, where it has one, is the sum of those of its views.
+
+Private torch API used: `AutogradFunctionApplyVariable.call_function` and the fake value of a traced
+tensor, `proxy.node.meta["example_value"]`. Reason: Dynamo refuses such a call, since it finds the
+gradients of arguments by the tensors. Tried on torch 2.13.0.
+
+Methods of tensors in the trace, looked up by their names when they are called.
+
+What replaces such a method replaces it in the class. From torch 2.14 on the trace calls what a
+table of the class has held since the class was made, and would go past that.
+
+Private torch API used: `TensorVariable.tp_methods`, `base.Method`. Reason: nothing public says what
+a trace does with a method. Tried on torch 2.13.0, 2.14.1 and 2.15.0.
+
+A `deque(maxlen=...)` of the user's in the trace: full, it drops an item for each it gets.
+
+Dynamo reads such a deque as one without a bound. The deque itself came out right, but what the step
+computed of it (`sum(losses) / len(losses)`) was of one item too many.
+
+Private torch API used: `VariableBuilder.wrap_listlike`, `DequeVariable.maxlen`,
+`SideEffects.codegen_update_mutated`. Reason: they read a deque, trace its methods and write it
+back. Tried on torch 2.13.0.
+
+What Dynamo of torch 2.11 traces otherwise than later ones: rules it lacks, and arithmetic.
+
+It knows no type of `contextlib.nullcontext()`, which Hugging Face's `Trainer` asks for, nor whether
+a list is empty by `bool`, which Accelerate does. And it makes of `p.add_(g, alpha=0.1)` a product
+and a sum, of which each is rounded; eager's kernel rounds once.
+
+Private torch API used: `NullContextVariable.python_type`, `BuiltinVariable.call_bool`,
+`TensorVariable.method_add_`, `.method_addcmul_` and `.method_addcdiv_`. Reason: later torch has
+these rules in the same places. Tried on torch 2.11.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.ctx_manager import NullContextVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import BaseTorchVariable
+from torch.torch_version import TorchVersion
+
+Patch = tuple[Any, str, Any]
+
+# What traces `getattr` has a class of its own from some torch between 2.11 and 2.13 on.
+_GETATTR: Any = getattr(builtin, "GetAttrBuiltinVariable", builtin.BuiltinVariable)
+_NAMES = {"__module__", "__name__", "__qualname__"}
+
+
+def class_names_traced() -> Iterator[Patch]:
+    """What is replaced so that names of classes are constants of a trace."""
+    yield _GETATTR, "call_function", _knowing_names(_GETATTR.call_function)
+
+
+def _knowing_names(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
+        asks = self.as_python_constant() is getattr
+        known = _name_of_class(*args[:2]) if asks else None
+        return original(self, tx, args, kwargs) if known is None else known
+
+    return get
+
+
+def _name_of_class(owner: VariableTracker, name: VariableTracker) -> VariableTracker | None:
+    """What `owner.name` is, if that is a name of a class of torch's."""
+    if not isinstance(owner, BaseTorchVariable) or not inspect.isclass(owner.value):
+        return None
+    if not name.is_python_constant() or name.as_python_constant() not in _NAMES:
+        return None
+    known: VariableTracker = ConstantVariable.create(
+        getattr(owner.value, name.as_python_constant())
+    )
+    return known
+
+
+def repeated_arguments_traced() -> Iterator[Patch]:
+    """What is replaced so that a function is traced which gets a tensor twice."""
+    once = _each_once(AutogradFunctionApplyVariable.call_function)
+    yield AutogradFunctionApplyVariable, "call_function", once
+
+
+def _each_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
+        seen: set[int] = set()
+        given = []
+        for arg in args:
+            if arg.is_tensor():
+                value = id(_fake_value(arg))
+                if value in seen:
+                    arg = arg.call_method(tx, "view_as", [arg], {})
+                seen.add(value)
+            given.append(arg)
+        return original(self, tx, given, kwargs)
+
+    return call
+
+
+def _fake_value(tensor: Any) -> Any:
+    return tensor.proxy.node.meta["example_value"]
+
+
+# Those that are replaced while a step is traced.
+_REPLACED = ("backward", "requires_grad_")
+
+
+@contextmanager
+def methods_by_name() -> Iterator[None]:
+    """Within it, the trace calls what the class has under the name of each replaced method."""
+    table: dict[str, Any] | None = getattr(TensorVariable, "tp_methods", None)
+    if table is None:
+        yield
+        return
+    with mock.patch.dict(table, {name: type(table[name])(_called(name)) for name in _REPLACED}):
+        yield
+
+
+def _called(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, f"method_{name}")(*args, **kwargs)
+
+    return call
+
+
+def deques_bounded() -> Iterator[Patch]:
+    """What is replaced so that a trace knows how many items a deque holds at most."""
+    if hasattr(VariableBuilder, "wrap_listlike") and hasattr(SideEffects, "codegen_update_mutated"):
+        yield VariableBuilder, "wrap_listlike", _with_bound(VariableBuilder.wrap_listlike)
+        write_back = _whole(SideEffects.codegen_update_mutated)
+        yield SideEffects, "codegen_update_mutated", write_back
+
+
+def _with_bound(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which makes a variable of a list or deque, with the bound of a deque."""
+
+    @functools.wraps(original)
+    def wrap(self: VariableBuilder, value: Any) -> Any:
+        variable = original(self, value)
+        if isinstance(value, deque) and value.maxlen is not None:
+            variable.maxlen = ConstantVariable.create(value.maxlen)
+        return variable
+
+    return wrap
+
+
+def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which writes back what the step has changed, for deques with a bound, too.
+
+    It refuses these, as it does not know what they dropped when. They are emptied, and get all that
+    they hold at the end, which is no more than the bound.
+    """
+
+    @functools.wraps(original)
+    def write_back(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
+        held = [v for v in self._get_modified_vars() if type(v) is DequeVariable]
+        bounds = [(variable, variable.maxlen) for variable in held]
+        for variable in held:
+            variable.maxlen = ConstantVariable.create(None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for variable, bound in bounds:
+                variable.maxlen = bound
+
+    return write_back
+
+
+# By the name of what scales the operand that is added.
+_SCALED_SUMS = {"method_add_": "alpha", "method_addcmul_": "value", "method_addcdiv_": "value"}
+
+
+def rules_added() -> Iterator[tuple[Any, str, Any]]:
+    """What is replaced in a torch before 2.12: owner, name and what stands there instead."""
+    if TorchVersion(torch.__version__) >= "2.12":
+        return
+    yield NullContextVariable, "python_type", lambda _: contextlib.nullcontext
+    yield BuiltinVariable, "call_bool", _also_of_containers(BuiltinVariable.call_bool)
+    for name, factor in _SCALED_SUMS.items():
+        yield TensorVariable, name, _as_a_whole(getattr(TensorVariable, name), factor)
+
+
+def _also_of_containers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_bool(self: Any, tx: Any, arg: VariableTracker) -> Any:
+        if isinstance(arg, BaseListVariable | ConstDictVariable):
+            return ConstantVariable.create(bool(arg.items))
+        return original(self, tx, arg)
+
+    return call_bool
+
+
+def _as_a_whole(original: Callable[..., Any], factor: str) -> Callable[..., Any]:
+    """`original`, a scaled sum, but as one op where the factor is a number of Python's."""
+
+    @functools.wraps(original)
+    def scaled_sum(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get(factor), ConstantVariable):
+            return None  # no rule of its own: the call as it is
+        return original(self, tx, *args, **kwargs)
+
+    return scaled_sum

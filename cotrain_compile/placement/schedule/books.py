@@ -1,0 +1,205 @@
+"""Books: what the list scheduler keeps account of: bytes, predicted time, tasks and their names.
+
+Memory ledger: device bytes reserved by the list scheduler, at each op and between ops.
+
+In: the least bytes of `Moves` and a budget. What is planned is known for a whole range of slots;
+what is `held` lingers until a copy is waited for or an update has run, which can be forced at any
+moment. Every move that cannot be undone is made only where it fits in all the slots it covers.
+
+Clock: where in the step the list scheduler is, and predicted time of the device and every lane.
+
+Rates are those of the machine, as in `engine`, which simulates the plan in the end; here each copy
+gets its end when it is issued, so that what is issued later does not slow it down.
+
+Task list: the tasks of a plan in order of issue, each placed among the ops that run.
+
+In: tasks as they are issued, and the ops as they run. Out: the tasks with `issue_after` and
+`wait_before` filled in.
+
+Names of tasks: one for each task of a plan, for people to read. What a task does is in its data.
+
+A task refers to another by the name that this was given. So each name is made once, where its task
+is found, and nobody makes it a second time to refer to it, or reads anything out of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cotrain_compile.machine import Machine
+from cotrain_compile.plan import Lane, Task
+
+
+class DoesNotFit(Exception):
+    """The moves need `nbytes` more than the budget, at the least."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class MemoryLedger:
+    """Bytes on the device: planned per slot and gap (gap k is before op k), and held now.
+
+    What is reserved is kept free in the gaps in which an update is sure to fit, so that no copy
+    made early takes its room.
+    """
+
+    def __init__(
+        self, budget_bytes: int, slot_bytes: Sequence[int], gap_bytes: Sequence[int]
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._slot_bytes = np.array(slot_bytes, dtype=np.int64)
+        self._gap_bytes = np.array(gap_bytes, dtype=np.int64)
+        self._reserve_bytes = np.zeros_like(self._gap_bytes)
+        self._held_bytes = 0
+
+    def plan(self, nbytes: int, first_gap: int, last_gap: int) -> None:
+        """`nbytes` more from gap to gap."""
+        self._slot_bytes[first_gap:last_gap] += nbytes
+        self._gap_bytes[first_gap : last_gap + 1] += nbytes
+
+    def hold(self, nbytes: int, *, planned_in: int | None = None) -> None:
+        """`nbytes` more from now on until they are released; no longer as planned in a gap."""
+        self._held_bytes += nbytes
+        if planned_in is not None:
+            self._gap_bytes[planned_in] -= nbytes
+
+    def release(self, nbytes: int) -> None:
+        """`nbytes` that were held have gone."""
+        self._held_bytes -= nbytes
+
+    def reserve(self, nbytes: int, gap: int) -> None:
+        """Keep at least `nbytes` free in `gap`."""
+        self._reserve_bytes[gap] = max(int(self._reserve_bytes[gap]), nbytes)
+
+    def plan_reserved(self, nbytes: int, first_gap: int, last_gap: int) -> None:
+        """`nbytes` more from gap to gap, in the last one out of what is reserved there."""
+        self.plan(nbytes, first_gap, last_gap)
+        self._reserve_bytes[last_gap] = max(0, int(self._reserve_bytes[last_gap]) - nbytes)
+
+    def require_all_to_fit(self) -> None:
+        """Raise `DoesNotFit` where more is planned than the budget."""
+        short = int(max(self._slot_bytes.max(), self._gap_bytes.max())) - self.budget_bytes
+        if short > 0:
+            raise DoesNotFit(short)
+
+    def short_of(self, gap: int, nbytes: int) -> int:
+        """How much of `nbytes` more would not fit in `gap`; negative where there is room left."""
+        return int(self._gap_bytes[gap]) + self._held_bytes + nbytes - self.budget_bytes
+
+    def op_fits(self, slot: int) -> bool:
+        """Whether the op in `slot` may run with all that is held."""
+        return int(self._slot_bytes[slot]) + self._held_bytes <= self.budget_bytes
+
+    def free_now(self, gap: int, reserved_bytes: int) -> int:
+        """How much more fits around the op after `gap`, with `reserved_bytes` in gaps."""
+        gaps: int = max(self._gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
+        return self.budget_bytes - self._held_bytes - max(int(self._slot_bytes[gap]), gaps)
+
+    def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""
+        room = self.budget_bytes - nbytes
+        between = slice(gap, last_gap)
+        planned = self._gap_bytes[between] + self._reserve_bytes[between]
+        return bool((self._slot_bytes[between] <= room).all() and (planned <= room).all())
+
+    def fits_in(self, gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit in the one `gap`, as planned and beside what is reserved."""
+        return self.fits_in_reserve(gap, nbytes + int(self._reserve_bytes[gap]))
+
+    def fits_in_reserve(self, gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit in `gap` that may take what is reserved there."""
+        return int(self._gap_bytes[gap]) + nbytes <= self.budget_bytes
+
+
+class Clock:
+    """Predicted time in gap `gap`, which is before the op in slot `gap`.
+
+    `now_s` is the time of the device, `free_s` when each other lane has no work left, `end_s` when
+    each issued task is done. `elapsed_s[k]` is the device time of the ops before slot k.
+    """
+
+    def __init__(self, machine: Machine, elapsed_s: Sequence[float]) -> None:
+        self._machine, self._elapsed_s = machine, elapsed_s
+        self.gap = 0
+        self.now_s = 0.0
+        self.free_s = dict.fromkeys(machine.lanes, 0.0)
+        self.end_s: dict[str, float] = {}
+
+    def transfer(self, lane: Lane, name: str, nbytes: int, ready_s: float) -> None:
+        """Put a copy on `lane`, slowed by the links that are busy meanwhile."""
+        machine = self._machine
+        start_s = max(self.now_s, ready_s, self.free_s[lane])
+        seconds = machine.copy_s(nbytes, *machine.links[lane].ends)
+        busy = [other for other in machine.links if other != lane and self.free_s[other] > start_s]
+        at_s, left_s = start_s, seconds
+        while busy:
+            slower = machine.slowdown(lane, busy)
+            until_s = min(self.free_s[other] for other in busy)
+            done_s = min(left_s, (until_s - at_s) / slower)
+            at_s, left_s = at_s + done_s * slower, left_s - done_s
+            busy = [other for other in busy if self.free_s[other] > until_s]
+        self.free_s[lane] = self.end_s[name] = at_s + left_s
+
+    def host(self, name: str, seconds: float, ready_s: float) -> None:
+        """Put work on the host's workers."""
+        start_s = max(self.now_s, ready_s, self.free_s[Lane.HOST])
+        self.end_s[name] = start_s + seconds
+        self.free_s[Lane.HOST] = start_s + seconds / self._machine.lanes[Lane.HOST]
+
+    def ready(self, tasks: Sequence[str]) -> float:
+        """When all of `tasks` are done; infinity where one has not been issued."""
+        return max((self.end_s.get(name, math.inf) for name in tasks), default=0.0)
+
+    def until(self, slot: int) -> float:
+        """Seconds of device work from now to `slot`."""
+        return max(0.0, self._elapsed_s[slot] - self._elapsed_s[self.gap])
+
+    def wait_until(self, end_s: float) -> None:
+        """The device does nothing until `end_s`."""
+        self.now_s = max(self.now_s, end_s)
+
+
+class TaskList:
+    """What has been issued so far. A task that nobody waits for keeps the wait it came with."""
+
+    def __init__(self) -> None:
+        self._issued: list[tuple[Task, str | None]] = []  # with the op that it is issued after
+        self._waits: dict[str, str] = {}  # the op before which a task is waited for, by its name
+        self._waited_for: list[str] = []
+        self._last_op: str | None = None
+
+    @property
+    def tasks(self) -> list[Task]:
+        """In order of issue."""
+        return [
+            replace(
+                task, issue_after=after, wait_before=self._waits.get(task.name, task.wait_before)
+            )
+            for task, after in self._issued
+        ]
+
+    def issue(self, task: Task) -> None:
+        """Issue `task` after the op that ran last."""
+        self._issued.append((task, self._last_op))
+
+    def wait_for(self, name: str) -> None:
+        """The task called `name` is waited for before the next op, or else at the end."""
+        self._waited_for.append(name)
+
+    def run(self, ops: Sequence[str]) -> None:
+        """`ops` run now: what is waited for is waited for before the first of them."""
+        for name in self._waited_for:
+            self._waits[name] = ops[0]
+        self._waited_for.clear()
+        self._last_op = ops[-1]
+
+
+def task_name(verb: str, what: str) -> str:
+    """The name of the task that does `verb` to the buffer or parameter `what`."""
+    return f"{verb}.{what}"
