@@ -34,7 +34,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import HostUpdate, Machine, Tier
 from cotrain_compile.runtime.calibrate.calibrate import adamw_update
-from cotrain_compile.runtime.calibrate.link_bench import Sizes, median_s
+from cotrain_compile.runtime.calibrate.link_bench import Sizes, least_s
 from cotrain_compile.runtime.calibrate.op_rates import (
     elements_per_s,
     free_a_large_result,
@@ -68,7 +68,7 @@ def measured_machine(quick: bool) -> Machine:
     update = adamw_update(sizes.updated_parameters)
     moved = sizes.updated_parameters * presets.ADAMW_BYTES_PER_PARAMETER
     rates = HostUpdate(
-        moved / median_s(partial(seconds_of, update), sizes.repeats),
+        moved / least_s(partial(seconds_of, update), sizes.repeats),
         elements_per_s=elements_per_s(sizes.repeats, seconds_of),
         fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, seconds_of),
     )

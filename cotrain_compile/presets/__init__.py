@@ -37,7 +37,7 @@ _LAUNCH_S = 5e-6
 _COPY_LATENCY_S = 10e-6
 # What Python takes for a task, be it a copy or an update on the host: 23 to 26 microseconds of
 # copies, 27 of plans with updates on the host (`bench/results/issue_cost.json`).
-_ISSUE_S = 26e-6
+ISSUE_S = 26e-6
 # What a round of an exchange takes beside its bytes. Assumed.
 _ROUND_S = 10e-6
 _HOST_LAUNCH_S = 10e-6
@@ -65,7 +65,7 @@ def _machine(card: Card, host: Host) -> Machine:
         f"compute capability {card.chip[0]}.{card.chip[1]}. {host.source} Slowdown while copying: "
         "update and both links over the host's memory rate. Duplex, latencies and host flops: "
         "assumed; calibrate to replace them.",
-        issue_s=_ISSUE_S,
+        issue_s=ISSUE_S,
         runs_ahead=True,
         fuses_updates=True,
     )

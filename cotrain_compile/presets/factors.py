@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 
 from cotrain_compile.machine.op_classes import FACTORS, FUSED, ONE_BY_ONE, RELAYOUT, OpKind
-from cotrain_compile.presets.cards import BLACKWELL, GEFORCE, HOPPER, Card
+from cotrain_compile.presets.cards import BLACKWELL, GEFORCE, HOPPER, Card, like_card
 
 CONSTANTS: Mapping[str, float] = {
     "products": 1.07,
@@ -78,3 +78,11 @@ def factors_of(card: Card) -> dict[str, float]:
         if kind in _BY_KIND
     }
     return {str(kind): round(factor, 3) for kind, factor in found.items()}
+
+
+def factors_like(name: str, memory_bytes: int) -> dict[str, float]:
+    """The factor of each kind on the card that a driver calls `name`; of no family if unknown."""
+    card = like_card(name, memory_bytes)
+    if card is not None:
+        return factors_of(card)
+    return {str(kind): CONSTANTS[constant] for kind, constant in _BY_KIND.items()}

@@ -2,8 +2,9 @@
 
 In: a device ("cpu": the emulated one, whose link is a memory copy on another thread; "cuda"). Out:
 a `Calibration`: a `Machine` with achieved rates, and remarks in words about what was left out and
-about settings that slow offloading down. Every figure is the median of a few repeats; `Sizes` say
-how many, and until when.
+about settings that slow offloading down. Every figure is the best of a few repeats, since whatever
+else a computer does only slows one down; `Sizes` say how many, and until when. What no computer can
+have is left as it is assumed, with a remark.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import HostUpdate, Machine, Rates, Tier, TierSpec, two_tier
+from cotrain_compile.runtime.calibrate.busy import busy_remark, share_of_cores
 from cotrain_compile.runtime.calibrate.environment import (
     Environment,
     environment_remarks,
@@ -38,6 +40,7 @@ from cotrain_compile.runtime.calibrate.network_bench import (
     ranks_here,
 )
 from cotrain_compile.runtime.calibrate.op_factors import (
+    Factors,
     factors_of,
     name_of,
     product_flops_per_s,
@@ -59,6 +62,10 @@ _CARD_DTYPES = (*_DTYPES, torch.float16)
 _LARGER_ON_A_CARD = 4
 _CALLS_PER_LAUNCH_SAMPLE = 100
 _FIRST_ISSUES, _FEWEST_ISSUES = 3, 20
+_ISSUE_PARTS = 4
+# No interpreter takes longer for a task, and no copy takes more than that of a memory's rate from
+# an update: what is beyond was measured while others had the cores.
+_MOST_ISSUE_S, _MOST_SLOWDOWN = 1e-3, 4.0
 # The parameter, its gradient and two moments in float32.
 _BYTES_HELD_PER_PARAMETER = 16
 # Of the rate of half as many parameters; less shows that a cache had helped.
@@ -67,11 +74,15 @@ _STAYS = 0.9
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine; bytes per second of a host update by thread count; what to know."""
+    """A measured machine; bytes per second of a host update by thread count; what to know.
+
+    `share` of its cores is what the process got meanwhile.
+    """
 
     machine: Machine
     host_update_bytes_per_s: Mapping[int, float]
     remarks: tuple[str, ...]
+    share: float = 1.0
 
 
 def calibrate(
@@ -86,7 +97,7 @@ def calibrate(
         OptionError: `device` is neither "cpu" nor a CUDA device that is there.
     """
     sizes = sizes or Sizes()
-    environment = read_environment().shared_by(ranks_here())
+    environment, share = read_environment().shared_by(ranks_here()), share_of_cores()
     bench = _bench(device, environment)
     tell = progress or (lambda what, fraction: None)
 
@@ -94,19 +105,35 @@ def calibrate(
     copies = bench.copies(sizes)
     tell("matmul, memory and launches on the device", 0.3)
     device_tier = _tier(bench, torch.device(device), bench.capacity_bytes, sizes)
+    factors = Factors({}, ())
+    if device != "cpu":  # factors by kind, measured, predict a processor's steps no better
+        factors = factors_of(bench, device_tier, torch.device(device), sizes)
+        device_tier = replace(device_tier, factors=factors.by_kind)
     tell("matmul, memory and launches on the host", 0.5)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
-    tell("host updates by thread count", 0.7)
+    tell("host updates", 0.7)
     parameters = _beyond_caches(environment, sizes)
     by_threads = _host_update_rates(environment, sizes, parameters)
-    tell("host updates op by op", 0.85)
+    slowdown, slowdown_remark = _believed(
+        "times as long takes a host update beside a copy",
+        _slowdown_while_copying(bench, sizes, parameters),
+        most=_MOST_SLOWDOWN,
+        assumed=_MOST_SLOWDOWN,
+    )
+    tell("host updates op by op, and tasks", 0.85)
     update = HostUpdate(
         max(by_threads.values()),
+        slowdown_while_copying=slowdown,
         elements_per_s=elements_per_s(sizes.repeats, until_s=sizes.until_s),
         fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
     )
-    tell("host updates while copying", 0.9)
-    slowdown = _slowdown_while_copying(bench, sizes, parameters)
+    task_s, task_remark = _believed(
+        "s take Python's calls for a task",
+        issue_s(_device_for(bench), sizes.until_s),
+        most=_MOST_ISSUE_S,
+        assumed=presets.ISSUE_S,
+    )
+    share = min(share, share_of_cores())
     tell("exchanges with other ranks", 0.97)
     network = measured_network(bench, torch.device(device), sizes)
     tell("done", 1.0)
@@ -117,22 +144,26 @@ def calibrate(
         host=host_tier,
         h2d=copies.h2d,
         d2h=copies.d2h,
-        host_update=replace(update, slowdown_while_copying=slowdown),
+        host_update=update,
         duplex=copies.duplex,
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
-        issue_s=issue_s(_device_for(bench), sizes.until_s),
+        issue_s=task_s,
         fuses_updates=device != "cpu",  # what runs on a card is compiled
         runs_ahead=device != "cpu",
         rates=Rates.MEASURED,
     ).but(network=network, compute_capability=_capability(torch.device(device)))
     remarks = (
         *environment_remarks(environment),
+        busy_remark(share),
+        *factors.remarks,
+        slowdown_remark,
+        task_remark,
         copies.remark,
         _threads_remark(by_threads),
         network_remark(network),
     )
-    return Calibration(machine, by_threads, tuple(filter(None, remarks)))
+    return Calibration(machine, by_threads, tuple(filter(None, remarks)), share)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -163,23 +194,20 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
     }
     count = sizes.copy_bytes // 4
     x, y, total = (torch.ones(count, device=device) for _ in range(3))
-    add_s = sizes.median_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)))
+    add_s = sizes.least_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)))
     one = torch.ones(1, device=device)
 
     def launches() -> None:
         for _ in range(_CALLS_PER_LAUNCH_SAMPLE):
             torch.add(one, one, out=one)
 
-    launches_s = sizes.median_s(lambda: bench.seconds(launches))
-    tier = TierSpec(
+    launches_s = sizes.least_s(lambda: bench.seconds(launches))
+    return TierSpec(
         capacity_bytes=capacity_bytes,
         bytes_per_s=3 * 4 * count / add_s,
         flops_per_s=flops_per_s,
         launch_s=launches_s / _CALLS_PER_LAUNCH_SAMPLE,
     )
-    if on_host:  # factors by kind, measured, predict a processor's steps no better
-        return tier
-    return replace(tier, factors=factors_of(bench, tier, device, sizes))
 
 
 def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) -> dict[int, float]:
@@ -191,7 +219,7 @@ def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) 
     try:
         for threads in (*(2**k for k in range((cores - 1).bit_length())), cores):
             torch.set_num_threads(threads)
-            rates[threads] = update_bytes / sizes.median_s(partial(wall_s, update))
+            rates[threads] = update_bytes / sizes.least_s(partial(wall_s, update))
     finally:
         torch.set_num_threads(before)
     return rates
@@ -206,7 +234,7 @@ def _beyond_caches(environment: Environment, sizes: Sizes) -> int:
     most = environment.usable_memory_bytes // (16 * _BYTES_HELD_PER_PARAMETER)
     parameters, before = sizes.updated_parameters, math.inf
     while 2 * parameters <= most and time.monotonic() < sizes.until_s:
-        update_s = sizes.median_s(partial(wall_s, adamw_update(parameters)))
+        update_s = sizes.least_s(partial(wall_s, adamw_update(parameters)))
         rate = parameters / update_s
         if rate > _STAYS * before:
             break
@@ -216,9 +244,9 @@ def _beyond_caches(environment: Environment, sizes: Sizes) -> int:
 
 def _slowdown_while_copying(bench: Bench, sizes: Sizes, parameters: int) -> float:
     update = adamw_update(parameters)
-    alone_s = sizes.median_s(partial(wall_s, update))
+    alone_s = sizes.least_s(partial(wall_s, update))
     with bench.copying(sizes.copy_bytes):
-        disturbed_s = sizes.median_s(partial(wall_s, update))
+        disturbed_s = sizes.least_s(partial(wall_s, update))
     return max(1.0, disturbed_s / alone_s)
 
 
@@ -240,7 +268,8 @@ def issue_s(device: Device, until_s: float = math.inf) -> float:
     the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`. The
     first copies pin the memory that later ones use again, so they do not count. From `until_s` of
     the monotonic clock on `_FEWEST_ISSUES` have to do: two or three on a busy computer would have
-    a plan believe that each copy takes milliseconds of Python.
+    a plan believe that each copy takes milliseconds of Python. It is the median of the quietest
+    quarter: most copies wait for nobody, but other programs come and go.
     """
     place = device.compute_device
     a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)
@@ -257,7 +286,9 @@ def issue_s(device: Device, until_s: float = math.inf) -> float:
         if number >= _FIRST_ISSUES + _FEWEST_ISSUES and time.monotonic() >= until_s:
             break
     device.drain()
-    return statistics.median(seconds[_FIRST_ISSUES:])
+    counted = seconds[_FIRST_ISSUES:]
+    each = len(counted) // _ISSUE_PARTS
+    return min(statistics.median(counted[i * each : (i + 1) * each]) for i in range(_ISSUE_PARTS))
 
 
 def adamw_update(parameters: int) -> Callable[[], None]:
@@ -283,6 +314,14 @@ def adamw_update(parameters: int) -> Callable[[], None]:
         )
 
     return update
+
+
+def _believed(what: str, measured: float, most: float, assumed: float) -> tuple[float, str]:
+    """What to take for it, and what to say where that is not what was measured."""
+    if measured <= most:
+        return measured, ""
+    told = f"{measured:.3g} {what}, as measured, and no quiet computer needs as much"
+    return assumed, f"{told}: {assumed:g} is assumed"
 
 
 def _threads_remark(bytes_per_s: Mapping[int, float]) -> str:

@@ -3,7 +3,8 @@
 In: the device of a step. Out: a `Machine` at measured rates, from a file where an earlier process
 has measured the same computer in the same settings, else from a calibration of a second or two,
 which is said before it begins, and takes one sample of each figure where the computer is so busy
-that its time is over.
+that its time is over. What was measured while others had its cores is kept for as long as they have
+them. No step fails for being measured: the rates are guessed then, with a warning.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cotrain_compile import files, presets
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.errors import FormatError
 from cotrain_compile.machine import Disk, Machine, Rates
+from cotrain_compile.runtime.calibrate.busy import busy_remark, is_busy, share_of_cores
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.disk_bench import measured_disk
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
@@ -64,33 +66,52 @@ def measured_drive(folder: str) -> Disk:
 @cache
 def _kept_or_measured(device: torch.device, path: Path) -> Machine | None:
     """The same all through a process: a step that is planned again is so for the same machine."""
-    with suppress(FormatError, OSError):
-        kept = files.load(path, Machine)
-        if kept.has_one_device and kept.rates is Rates.MEASURED:
-            return kept
+    of_busy = path.with_suffix(".busy.json")
+    kept = _kept(path)
+    if kept is None and (kept := _kept(of_busy)) and not is_busy(share_of_cores()):
+        kept = None
+    if kept is not None:
+        return kept
     tell_phase("measuring this computer")
     if is_listened():  # nobody who wants silence listens
         LOG.info("cotrain: measuring this computer, once: some seconds, more on a busy one")
     quick = replace(QUICK, until_s=time.monotonic() + SAMPLING_S)
     try:
         with _as_torch_begins(device):
-            found = calibrate(device=str(device), sizes=quick).machine
+            found = calibrate(device=str(device), sizes=quick)
     except torch.OutOfMemoryError:
-        warnings.warn(
-            f"cotrain: {device} has no room to be measured, so its rates are guessed; free memory "
-            "on it, or give the option machine a file of `cotrain-compile calibrate`",
-            stacklevel=2,
-        )
+        _warn_of_a_guess(f"{device} has no room to be measured", "free memory on it")
+        return None
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        _warn_of_a_guess(f"{device} could not be measured ({error})", "try again")
         return None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what it was measured with is no part of the step
-    found = replace(found, name=presets.THIS_MACHINE)
+    machine = replace(found.machine, name=presets.THIS_MACHINE)
+    if is_busy(found.share) and is_listened():
+        LOG.info("cotrain: %s", busy_remark(found.share))
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.save(found, path)
+        files.save(machine, of_busy if is_busy(found.share) else path)
         keep_at_most(path.parent, MOST_BYTES)
-    return found
+    return machine
+
+
+def _kept(path: Path) -> Machine | None:
+    with suppress(FormatError, OSError):
+        kept = files.load(path, Machine)
+        if kept.has_one_device and kept.rates is Rates.MEASURED:
+            return kept
+    return None
+
+
+def _warn_of_a_guess(why: str, way_on: str) -> None:
+    warnings.warn(
+        f"cotrain: {why}, so its rates are guessed; {way_on}, or give the option machine a file "
+        "of `cotrain-compile calibrate`",
+        stacklevel=4,
+    )
 
 
 def _digest(device: torch.device) -> str:

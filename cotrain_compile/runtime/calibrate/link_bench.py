@@ -7,7 +7,6 @@ running in the background. All that is CUDA about calibration is here.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,16 @@ import torch
 
 from cotrain_compile.machine import Link
 
+# Work that a clock says took no time took less than it can tell.
+_CLOCK_S = 1e-9
+
 
 @dataclass(frozen=True)
 class Sizes:
     """How much to measure with: large enough that caches and start-up costs do not matter.
 
-    Each figure has `repeats` samples, but from `until_s` of the monotonic clock on one has to do.
+    Each figure has `repeats` samples behind one that warms up; from `until_s` of the monotonic
+    clock on one sample has to do.
     """
 
     copy_bytes: int = 2**28
@@ -35,9 +38,9 @@ class Sizes:
     repeats: int = 9
     until_s: float = math.inf
 
-    def median_s(self, seconds: Callable[[], float]) -> float:
-        """The median of so many times, see `median_s`."""
-        return median_s(seconds, self.repeats, self.until_s)
+    def least_s(self, seconds: Callable[[], float]) -> float:
+        """The least of so many times, see `least_s`."""
+        return least_s(seconds, self.repeats, self.until_s)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ class CpuBench:
     def copies(self, sizes: Sizes) -> Copies:
         down, up = _pair(sizes.copy_bytes), _pair(sizes.copy_bytes)
         tiny = _pair(sizes.small_copy_bytes)
-        latency_s = sizes.median_s(lambda: _in_threads(tiny))
-        down_s = sizes.median_s(lambda: _in_threads(down))
-        up_s = sizes.median_s(lambda: _in_threads(up))
-        both_s = sizes.median_s(lambda: _in_threads(down, up))
+        latency_s = sizes.least_s(lambda: _in_threads(tiny))
+        down_s = sizes.least_s(lambda: _in_threads(down))
+        up_s = sizes.least_s(lambda: _in_threads(up))
+        both_s = sizes.least_s(lambda: _in_threads(down, up))
         return _copies(sizes.copy_bytes, latency_s, up_s, down_s, both_s)
 
     @contextmanager
@@ -121,12 +124,12 @@ class CudaBench:
         nbytes = sizes.copy_bytes
         down, up = self._pair(nbytes)[::-1], self._pair(nbytes)
         tiny = self._pair(sizes.small_copy_bytes)
-        latency_s = self._median(lambda: self._copy(tiny), sizes)
-        down_s = self._median(lambda: self._copy(down), sizes)
-        up_s = self._median(lambda: self._copy(up), sizes)
-        both_s = self._median(lambda: self._copy(up, down), sizes)
+        latency_s = self._least(lambda: self._copy(tiny), sizes)
+        down_s = self._least(lambda: self._copy(down), sizes)
+        up_s = self._least(lambda: self._copy(up), sizes)
+        both_s = self._least(lambda: self._copy(up, down), sizes)
         pageable = (up[0], torch.ones(nbytes, dtype=torch.uint8))
-        pageable_s = self._median(lambda: self._copy(pageable), sizes)
+        pageable_s = self._least(lambda: self._copy(pageable), sizes)
         remark = (
             f"copies to the device reach {nbytes / up_s / 1e9:.1f} GB/s from pinned memory and "
             f"{nbytes / pageable_s / 1e9:.1f} GB/s from pageable memory"
@@ -163,8 +166,8 @@ class CudaBench:
         for stream in used:
             current.wait_stream(stream)
 
-    def _median(self, work: Callable[[], object], sizes: Sizes) -> float:
-        return sizes.median_s(lambda: self.seconds(work))
+    def _least(self, work: Callable[[], object], sizes: Sizes) -> float:
+        return sizes.least_s(lambda: self.seconds(work))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -243,12 +246,14 @@ def wall_s(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def median_s(seconds: Callable[[], float], repeats: int, until_s: float = math.inf) -> float:
-    """The median of `repeats` times, after one more that warms up and is not counted.
+def least_s(seconds: Callable[[], float], repeats: int, until_s: float = math.inf) -> float:
+    """The least of `repeats` times: what else a computer does can only make work slower.
 
-    Of fewer where `until_s` of the monotonic clock comes first, of the warm-up at the least.
+    Of fewer where `until_s` of the monotonic clock comes first, of one at the least. One more comes
+    before them and is never counted: it loads libraries and chooses algorithms.
     """
+    seconds()
     found = [seconds()]
-    while len(found) <= repeats and time.monotonic() < until_s:
+    while len(found) < repeats and time.monotonic() < until_s:
         found.append(seconds())
-    return statistics.median(found[1:] or found)
+    return max(min(found), _CLOCK_S)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from cotrain_compile.dataflow import Collective
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.machine import Network
-from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes, median_s
+from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes, least_s
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _slowest_s(bench: Bench, device: torch.device, exchanges: Exchanges, repeats
         dist.barrier()
         return bench.seconds(run)
 
-    found = [median_s(partial(once, run), repeats) for _, run in exchanges]
+    found = [least_s(partial(once, run), repeats) for _, run in exchanges]
     seconds = torch.tensor(found, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds.sum())

@@ -3,13 +3,14 @@
 In: a device at hand and the rates of its products and its memory. Out: how many times its roofline
 an op of each kind takes (`machine.op_classes`), as the presets have it from published steps. What
 is compiled is not measured here: its kernels would have to be compiled first, so the presets'
-factor of what is fused stands for it.
+factor of what is fused stands for it. So does theirs of a kind whose measurement no device can have
+given, with a remark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from cotrain_compile.machine import TierSpec
 from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
-from cotrain_compile.presets.factors import CONSTANTS
+from cotrain_compile.machine.parts import MOST_FACTOR
+from cotrain_compile.presets.factors import factors_like
 from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes
 
 # A card is slower when it has been at work for a while than in its first products.
@@ -32,7 +34,20 @@ _LOW = torch.bfloat16
 # far longer than it takes to launch them.
 _LONGEST = 1024
 
+# A machine has none below it, see `parts.refuse_factors`.
+_LEAST_FACTOR = 1 / MOST_FACTOR
+# Beyond it no kernel was measured, but what it took to begin it, or the computer at other work.
+_LEAST_BELIEVED, _MOST_BELIEVED = 0.2, 20.0
+
 Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times its roofline an op takes, by kind; and which were assumed for what reason."""
+
+    by_kind: dict[str, float]
+    remarks: tuple[str, ...]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -61,16 +76,16 @@ def product_flops_per_s(
 
     _warm_up(bench, products, device)
     flops = sum(2 * math.prod(shape) for shape in shapes)
-    return flops / sizes.median_s(partial(bench.seconds, products))
+    return flops / sizes.least_s(partial(bench.seconds, products))
 
 
-def factors_of(
-    bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes
-) -> Mapping[str, float]:
+def factors_of(bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes) -> Factors:
     """The factor of each kind of op that can be measured on `device`, whose rates are `tier`'s.
 
-    Where a layout costs nothing, none is told of what it costs.
+    Where a layout costs nothing, none is told of what it costs. What is not believed is left at the
+    presets' factor for such a card.
     """
+    assumed = factors_like(bench.name, tier.capacity_bytes)
     trial = Trial(bench, tier, device, sizes)
     convolution, relayout = _convolutions(trial)
     forward, backward = _attention(trial)
@@ -83,11 +98,22 @@ def factors_of(
         OpKind.CHANNELS_LAST: convolution,
         OpKind.DEPTHWISE: _depthwise(trial),
         ONE_BY_ONE: _one_by_one(trial),
-        FUSED: CONSTANTS["memory, fused"],
     }
-    if round(relayout, 3) > 0:
+    doubted = {k: f for k, f in found.items() if not _LEAST_BELIEVED <= f <= _MOST_BELIEVED}
+    # Any part of the bytes may be laid out anew, down to none of them.
+    if relayout > _MOST_BELIEVED:
+        doubted[RELAYOUT] = relayout
+    elif round(relayout, 3) >= _LEAST_FACTOR:
         found[RELAYOUT] = relayout
-    return {str(kind): round(factor, 3) for kind, factor in found.items()}
+    found |= {kind: assumed[kind] for kind in (FUSED, *doubted)}
+    return Factors(
+        {str(kind): round(factor, 3) for kind, factor in found.items()},
+        tuple(
+            f"{kind}: measured at {factor:.3g} times what the rates allow, which no device takes; "
+            f"{assumed[kind]:.3g} is assumed, as of cards like this one"
+            for kind, factor in doubted.items()
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +142,7 @@ class Trial:
             for _ in range(calls):
                 work()
 
-        return self.sizes.median_s(partial(self.bench.seconds, several)) / calls
+        return self.sizes.least_s(partial(self.bench.seconds, several)) / calls
 
     def roofline_s(self, flops: float, nbytes: float) -> float:
         """Seconds by the rates alone, as `analysis.costs` has them."""

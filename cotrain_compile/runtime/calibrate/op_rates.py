@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.calibrate.link_bench import median_s, wall_s
+from cotrain_compile.runtime.calibrate.link_bench import least_s, wall_s
 from cotrain_compile.runtime.host.captured_kernels import CHUNK_ELEMENTS
 from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
@@ -32,7 +32,7 @@ _FRESH_BYTES = 48 << 20
 
 
 def elements_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
-    """Of float32 and bfloat16 alike, in ops such as those of an update; as `median_s`."""
+    """Of float32 and bfloat16 alike, in ops such as those of an update; as `least_s`."""
     free_a_large_result()
     ops, meter, seconds = MeteredGraph(fx.symbolic_trace(_adamw), Tier.HOST), Meter(_UNLIMITED), 0.0
     for dtype in (torch.float32, torch.bfloat16):
@@ -42,7 +42,7 @@ def elements_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.in
             for part in parts:
                 ops(part, meter)
 
-        seconds += median_s(partial(clock, work), repeats, until_s)
+        seconds += least_s(partial(clock, work), repeats, until_s)
     return 2 * _PARTS * CHUNK_ELEMENTS * _ELEMENTS_TOUCHED / seconds
 
 
@@ -81,6 +81,6 @@ def _adamw(param: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> No
 def fresh_bytes_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
     """What a large result costs beyond being written: its pages are cleared and mapped."""
     a, b, kept = (torch.ones(_FRESH_BYTES // 4) for _ in range(3))
-    fresh_s = median_s(partial(clock, partial(torch.mul, a, b)), repeats, until_s)
-    written_s = median_s(partial(clock, partial(torch.mul, a, b, out=kept)), repeats, until_s)
+    fresh_s = least_s(partial(clock, partial(torch.mul, a, b)), repeats, until_s)
+    written_s = least_s(partial(clock, partial(torch.mul, a, b, out=kept)), repeats, until_s)
     return _FRESH_BYTES / max(fresh_s - written_s, 1e-3 * written_s)

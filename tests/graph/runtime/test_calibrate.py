@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
+from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
 from cotrain_compile.runtime.calibrate import link_bench
+from cotrain_compile.runtime.calibrate.busy import busy_remark, is_busy, share_of_cores
 from cotrain_compile.runtime.calibrate.calibrate import Calibration, calibrate, issue_s
 from cotrain_compile.runtime.calibrate.environment import (
     Environment,
@@ -52,7 +54,9 @@ def calibration() -> Calibration:
     return calibrate(sizes=SMALL)
 
 
-def test_when_its_time_is_over_each_figure_has_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_its_time_is_over_each_figure_has_one_sample_behind_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts = Counter[str]()
 
     def counting(what: str, work: Callable[..., object]) -> Callable[..., object]:
@@ -73,28 +77,72 @@ def test_when_its_time_is_over_each_figure_has_one_sample(monkeypatch: pytest.Mo
     )
     found = calibrate(sizes=replace(SMALL, repeats=9, until_s=0.0))
     figures = len(found.host_update_bytes_per_s) + 2  # alone, and while copying
-    assert counts["updates"] == figures
-    assert counts["copies"] == 4  # tiny, down, up and both
+    assert counts["updates"] == 2 * figures
+    assert counts["copies"] == 2 * 4  # tiny, down, up and both
     # A copy takes microseconds to issue, and the median of two would be what the first one took.
     fewest = calibrate_module._FIRST_ISSUES + calibrate_module._FEWEST_ISSUES
-    assert counts["issues and updates"] == figures + fewest + 1
+    assert counts["issues and updates"] == 2 * figures + fewest + 1
     test_every_figure_of_the_measured_machine_is_positive(found)
 
 
-@pytest.mark.parametrize(("until", "samples"), [(0.0, 1), (2.5, 3), (100.0, 6)])
-def test_a_median_is_of_what_there_is_time_for(
+@pytest.mark.parametrize(("until", "samples"), [(0.0, 2), (2.5, 3), (100.0, 6)])
+def test_the_least_is_of_what_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch, until: float, samples: int
 ) -> None:
+    taken_s = [0.5, 9.0, 8.0, 7.0, 6.0, 5.0]
     now = [0.0]
 
     def sample() -> float:
         now[0] += 1.0
-        return now[0]
+        return taken_s[int(now[0]) - 1]
 
     monkeypatch.setattr(link_bench, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    found_s = link_bench.median_s(sample, 5, until)
+    found_s = link_bench.least_s(sample, 5, until)
     assert now[0] == samples
-    assert found_s == {1: 1.0, 3: 2.5, 6: 4.0}[samples]  # the first is not counted among others
+    assert found_s == {2: 9.0, 3: 8.0, 6: 5.0}[samples]  # the first is never counted
+
+
+def test_a_task_costs_what_it_does_in_the_quietest_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others had the interpreter, or the cores, for three quarters of the time and once more."""
+    others = iter([1e-2] * 3 + [7e-3] * 48 + [4e-5] * 23 + [7e-3] * 100)
+    monkeypatch.setattr(calibrate_module, "wall_s", lambda work: (work(), next(others))[1])
+    card = ThreadCard()
+    with mock.patch.object(thread_card, "LONGEST_DELAY_S", 0.0):
+        seconds = issue_s(CudaDevice(card, PinnedPool(card.pin, card.unpin), 1 << 40, {}))
+    assert seconds == 4e-5
+
+
+@pytest.mark.parametrize(
+    ("measured", "kept", "words"),
+    [(5e-5, 5e-5, []), (7e-3, presets.ISSUE_S, ["0.007", "quiet", f"{presets.ISSUE_S:g}"])],
+)
+def test_milliseconds_of_python_a_task_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch, measured: float, kept: float, words: list[str]
+) -> None:
+    monkeypatch.setattr(calibrate_module, "issue_s", lambda device, until_s: measured)
+    found = calibrate(sizes=replace(SMALL, until_s=0.0))
+    assert found.machine.issue_s == kept
+    told = [remark for remark in found.remarks if "for a task" in remark and "measured" in remark]
+    told = [remark for remark in told if "calibrate again" not in remark]
+    assert len(told) == bool(words)
+    assert all(word in told[0] for word in words)
+
+
+def test_what_was_measured_on_a_busy_computer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.9, 0.25])  # others came meanwhile
+    monkeypatch.setattr(calibrate_module, "share_of_cores", lambda: next(shares))
+    found = calibrate(sizes=replace(SMALL, until_s=0.0))
+    assert found.share == 0.25
+    assert any("got 25% of its cores" in remark for remark in found.remarks)
+
+
+def test_a_process_by_itself_gets_its_cores_and_waiting_is_not_having_them() -> None:
+    assert 0 < share_of_cores() <= 1
+    with mock.patch("time.process_time", return_value=0.0):
+        assert share_of_cores() == 0.0
+    assert is_busy(0.0)
+    assert not is_busy(1.0)
+    assert busy_remark(1.0) == ""
 
 
 def test_every_figure_of_the_measured_machine_is_positive(calibration: Calibration) -> None:

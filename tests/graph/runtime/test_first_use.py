@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,8 @@ from cotrain_compile.support.phases import told_to
 from tests.support.captured_steps import make_two_layers
 from tests.support.steps import OPTIMIZERS, cotrain, cross_entropy, make_step, vectors
 
+# The package's attribute of that name is the function.
+calibrate_module = importlib.import_module("cotrain_compile.runtime.calibrate.calibrate")
 CPU = torch.device("cpu")
 SMALL = Sizes(2**16, 64, 16, 2**10, 2**10, 1)
 FOUND = find(THIS_MACHINE).but(name="as calibrated", rates=Rates.MEASURED, issue_s=1e-6)
@@ -33,6 +36,7 @@ FOUND = find(THIS_MACHINE).but(name="as calibrated", rates=Rates.MEASURED, issue
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(first_use, "QUICK", SMALL)
+    monkeypatch.setattr(calibrate_module, "share_of_cores", lambda: 1.0)
     first_use._kept_or_measured.cache_clear()
     yield tmp_path / "kept" / "machines"
     first_use._kept_or_measured.cache_clear()
@@ -131,6 +135,62 @@ def test_where_nothing_is_kept_or_ranks_work_beside_it_rates_are_guessed(
     monkeypatch.setenv("COTRAIN_CACHE_DIR", "")
     assert first_use.measured_machine(CPU) is None
     assert not measuring
+
+
+@pytest.mark.parametrize("is_quiet_later", [True, False])
+def test_what_a_busy_computer_gave_is_kept_while_it_is_busy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_quiet_later: bool
+) -> None:
+    shares = iter([0.2, 1.0])
+    met: list[float] = []
+
+    def calibrate(device: str, sizes: Sizes) -> Calibration:
+        met.append(next(shares))
+        return Calibration(FOUND.but(issue_s=1e-3 * met[-1]), {1: 1e9}, (), met[-1])
+
+    monkeypatch.setattr(first_use, "calibrate", calibrate)
+    monkeypatch.setattr(first_use, "share_of_cores", lambda: 1.0 if is_quiet_later else 0.2)
+    found = []
+    for _ in range(3):
+        found.append(first_use.measured_machine(CPU))
+        first_use._kept_or_measured.cache_clear()
+    assert len(met) == 1 + is_quiet_later
+    assert found[1] == found[2]
+    assert (found[0] == found[1]) is not is_quiet_later
+
+
+def test_rates_of_a_busy_computer_are_told_as_such(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        first_use, "calibrate", lambda device, sizes: Calibration(FOUND, {1: 1e9}, (), 0.3)
+    )
+    monkeypatch.setattr(first_use.LOG, "propagate", True)
+    caplog.set_level("INFO")
+    with told_to(lambda phase: None):
+        first_use.measured_machine(CPU)
+    assert "got 30% of its cores" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("factors: depthwise cannot take 1589.235 times its roofline"),
+        ZeroDivisionError("float division by zero"),
+        RuntimeError("cannot pin memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_step_fails_for_being_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def calibrate(device: str, sizes: Sizes) -> Calibration:
+        raise error
+
+    monkeypatch.setattr(first_use, "calibrate", calibrate)
+    with pytest.warns(UserWarning, match=f"could not be measured .{error}., so its rates"):
+        assert first_use.measured_machine(CPU) is None
+    assert not folder.exists()
 
 
 def test_a_card_without_room_is_guessed_and_told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map
 from cotrain_compile.extract.op_costs import cost_of, kind_of_op
 from cotrain_compile.machine import Link, TierSpec
 from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
+from cotrain_compile.presets import PRESETS
 from cotrain_compile.presets.factors import CONSTANTS
 from cotrain_compile.runtime.calibrate.link_bench import Copies, Sizes
 from cotrain_compile.runtime.calibrate.op_factors import factors_of
@@ -83,18 +85,75 @@ class KnownBench:
 def test_what_each_kind_of_op_takes_is_found(flops_a_byte: float) -> None:
     """Whether the flops limit all of them, some, or none: the work is counted as in a step."""
     tier = TierSpec(1 << 30, 1e9, {"bfloat16": flops_a_byte * 1e9}, 1e-12)
-    found = dict(factors_of(KnownBench(tier), tier, torch.device("cpu"), TINY))
-    assert found.pop(FUSED) == CONSTANTS["memory, fused"]
-    assert found.keys() == KNOWN.keys()
-    assert found == pytest.approx(KNOWN, rel=0.03)
+    found = factors_of(KnownBench(tier), tier, torch.device("cpu"), TINY)
+    assert not found.remarks
+    by_kind = dict(found.by_kind)
+    assert by_kind.pop(FUSED) == CONSTANTS["memory, fused"]
+    assert by_kind.keys() == KNOWN.keys()
+    assert by_kind == pytest.approx(KNOWN, rel=0.03)
 
 
 def test_a_layout_that_costs_nothing_has_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KNOWN, RELAYOUT, 0.0)
     tier = TierSpec(1 << 30, 1e9, {"bfloat16": 1e11}, 1e-12)
-    found = factors_of(KnownBench(tier), tier, torch.device("cpu"), TINY)
+    found = factors_of(KnownBench(tier), tier, torch.device("cpu"), TINY).by_kind
     assert RELAYOUT not in found
     assert min(found.values()) > 1
+
+
+class FaultyBench(KnownBench):
+    """One that is wrong about some calls: `fault` gives what to report for a call and its truth."""
+
+    def __init__(self, tier: TierSpec, fault: Callable[[int, float], float]) -> None:
+        super().__init__(tier)
+        self.fault, self.calls = fault, 0
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self.calls += 1
+        return self.fault(self.calls, super().seconds(work))
+
+
+TIER = TierSpec(1 << 30, 1e9, {"bfloat16": 1e11}, 1e-12)
+
+
+def test_what_a_first_call_loads_and_chooses_is_in_no_factor() -> None:
+    bench = FaultyBench(TIER, lambda call, taken_s: taken_s + (100.0 if call % 2 else 0.0))
+    found = factors_of(bench, TIER, torch.device("cpu"), TINY)
+    assert found == factors_of(KnownBench(TIER), TIER, torch.device("cpu"), TINY)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda call, taken_s: 0.0,
+        lambda call, taken_s: 100.0,
+        lambda call, taken_s: 1600 * taken_s,
+        lambda call, taken_s: (0.0, 1600 * taken_s)[call // 2 % 2],
+        lambda call, taken_s: float("nan"),
+        lambda call, taken_s: float("inf"),
+    ],
+    ids=["zeros", "constant", "times too long", "in turn", "no number", "without end"],
+)
+def test_what_no_device_can_take_is_assumed_and_told(
+    fault: Callable[[int, float], float],
+) -> None:
+    bench = FaultyBench(TIER, fault)
+    bench.name, bench.capacity_bytes = "NVIDIA H200", 150_109_880_320
+    tier = replace(TIER, capacity_bytes=bench.capacity_bytes)
+    found = factors_of(bench, tier, torch.device("cpu"), TINY)
+    assumed = PRESETS["h200"].device.factors
+    told = {remark.partition(":")[0] for remark in found.remarks}
+    assert told
+    assert all("no device takes" in remark and "is assumed" in remark for remark in found.remarks)
+    assert {kind: found.by_kind[kind] for kind in told} == {kind: assumed[kind] for kind in told}
+    replace(tier, factors=found.by_kind)  # a machine may have them
+
+
+def test_a_card_that_nobody_knows_is_assumed_as_of_no_family() -> None:
+    found = factors_of(
+        FaultyBench(TIER, lambda call, taken_s: 0.0), TIER, torch.device("cpu"), TINY
+    )
+    assert found.by_kind[OpKind.ATTENTION] == CONSTANTS["attention"]
 
 
 def _as_node(func: Any, args: Any, kwargs: Any, out: Any) -> fx.Node:
