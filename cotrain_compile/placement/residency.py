@@ -290,33 +290,71 @@ def host_bytes(
 ) -> int:
     """Most bytes the plan can hold on the host: homes, copies left there, values in updates.
 
-    Of states that rest on disk it is the rooms that they pass through. What updates on guesses
-    save stays between steps, so that it is there when the next one comes.
-
-    Host copies are counted to the end of the step, those that a carried update reads once more for
-    the next one. As many updates as there are `workers` run at once, and free the values inside
-    them at the last use.
+    Of what rests on disk it is the rooms that it passes through. What updates on guesses save stays
+    between steps, so that it is there when the next one comes. As many updates as there are
+    `workers` run at once, at any time, and free the values inside them at the last use.
     """
-    dataflow, second = program.dataflow, 0
+    dataflow = program.dataflow
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
-    copies = room_bytes(dataflow, placement)
-    carried = set(_read_by_carried(dataflow, tasks))
-    for task in tasks:
+    second = sum(
+        second_bytes(dataflow, dataflow.update[task.param])
+        for task in tasks
+        if isinstance(task, HostRegion) and task.guesses
+    )
+    inside = sum(heapq.nlargest(workers, _inside_bytes(program, tasks)))
+    copies = IntervalSum(program.end + 1)
+    for left in left_on_host(program, placement, tasks):
+        copies.add(left.buffer.nbytes, left.first, left.last)
+    rooms = room_bytes(dataflow, placement)
+    return homes + second + inside + rooms + max(copies.values())
+
+
+def left_on_host(
+    program: DeviceProgram, placement: Placement, tasks: Sequence[Task]
+) -> Iterator[Instance]:
+    """The copies that tasks leave on the host, from their issue to the last wait for a reader.
+
+    Nobody waits for a cast but who reads what it makes. What a carried task reads is there until it
+    has, in the next step: at any time in both.
+    """
+    dataflow = program.dataflow
+    made: dict[str, tuple[int, int]] = {}
+    carried: set[str] = set()
+    for task in tasks:  # in order of issue: a copy comes before its readers
+        first, wait = max(0, program.issue_slot(task)), program.wait_slot(task) + 1
+        for name in _read_on_host(dataflow, task):
+            if name in made:
+                made[name] = made[name][0], max(wait, made[name][1])
+                carried |= {name} if task.carried else set()
         match task:
             case Transfer():
                 rests = placement.homes.get(task.buffer) is Tier.HOST
-                copied = task.is_offload and not (task.destination or rests)
-                copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
+                name = task.buffer if task.is_offload and not (task.destination or rests) else ""
             case HostRegion():
-                copies += dataflow.buffer[task.makes].nbytes if task.makes else 0
-                if task.guesses:
-                    second += second_bytes(dataflow, dataflow.update[task.param])
+                name = task.makes
             case _:
                 assert_never(task)
-    inside = heapq.nlargest(workers, _inside_bytes(program, tasks))
-    return homes + copies + second + sum(inside)
+        if name:
+            made[name] = first, wait if task.is_offload else first + 1
+    for name, (first, last) in made.items():
+        yield Instance(dataflow.buffer[name], first, last)
+    for name in carried:
+        yield Instance(dataflow.buffer[name], 0, program.end + 1)
+
+
+def _read_on_host(dataflow: Dataflow, task: Task) -> Iterator[str]:
+    """The buffers that `task` reads on the host."""
+    match task:
+        case Transfer():
+            if not task.is_offload:
+                yield task.buffer
+        case HostRegion():
+            for name in task.ops:
+                yield from dataflow.ops[dataflow.position[name]].reads
+        case _:
+            assert_never(task)
 
 
 def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int]:
@@ -324,21 +362,6 @@ def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int
     made = {group.param: made_by(program.dataflow, group) for group in program.host_groups}
     for members in carried_out([task for task in tasks if isinstance(task, HostRegion)]):
         yield sum(made.get(task.param, 0) for task in members if isinstance(task, HostRegion))
-
-
-def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:
-    """The buffers that tasks read on the host until the next step."""
-    for task in tasks:
-        if not task.carried:
-            continue
-        match task:
-            case Transfer():
-                yield task.buffer
-            case HostRegion():
-                for name in task.ops:
-                    yield from dataflow.ops[dataflow.position[name]].reads
-            case _:
-                assert_never(task)
 
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:

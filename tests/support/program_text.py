@@ -35,7 +35,7 @@ FORMULAS: Mapping[str, str] = {
     "_workspaces": "memory: room in which the largest update runs",
     "_add_room_for_any_update": "memory: at home on the device + room for the update of c",
     "add_device_memory": "memory: at each checkpoint <= device budget",
-    "add_host_memory": "host memory: homes, copies and all that is away <= host budget",
+    "add_host_memory": "host memory: homes, and copies in some buckets <= host budget",
 }
 _Row = tuple[dict[str, float], str, float]
 

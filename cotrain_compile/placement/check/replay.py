@@ -101,6 +101,7 @@ class _Replay:
         self.parts: dict[str, dict[str, Copy]] = {}  # of what is at home there, by whole and piece
         self.arriving: dict[str, Copy] = {}  # by the task that fetches it
         self.used_by: dict[str, list[Copy]] = {task.name: [] for task in plan.tasks}
+        self.makes = {region.name: region.makes for region in plan.host_regions if region.makes}
         self.on_device: list[Copy] = []
         self.on_host: list[Copy] = []
         self.inside: dict[str, int] = {}  # the most that each region or bundle holds for itself
@@ -279,7 +280,8 @@ class _Replay:
     def _wait(self, task: str) -> None:
         self.done |= {task, *self.before[task]}
         for copy in self.used_by[task]:
-            copy.last = self.tick
+            if copy.buffer != self.makes.get(task):  # that is there for its readers alone
+                copy.last = self.tick
         if task in self.arriving:
             arrived = self.arriving.pop(task)
             self.device[arrived.buffer] = arrived

@@ -42,6 +42,9 @@ from cotrain_compile.placement.schedule.exchanges_ahead import (
 )
 from cotrain_compile.plan import Placement
 
+# What the host holds changes slowly: as many moments of a step show it.
+HOST_BUCKETS = 12
+
 
 @dataclass(frozen=True)
 class NetworkWork:
@@ -202,6 +205,13 @@ class DecisionSpace:
     def epilogue(self) -> int:
         """Index of the last bucket."""
         return len(self.seconds) - 1
+
+    @property
+    def host_buckets(self) -> Sequence[int]:
+        """The buckets in which the host's memory is counted: some of all, and before updates."""
+        last = self.epilogue
+        spread = {last * part // HOST_BUCKETS for part in range(1, HOST_BUCKETS + 1)}
+        return sorted(spread | {max(0, d.cluster.release - 1) for d in self.params[:1]})
 
     @property
     def effects(self) -> list[tuple[Effect, ...]]:

@@ -106,6 +106,28 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class HostHold:
+    """A copy of `nbytes` on the host, from bucket `first` to `last`, to the end if that is None.
+
+    In every plan it is there after bucket `since` and before `until`, where these are given.
+    """
+
+    nbytes: int
+    first: int
+    last: int | None = None
+    since: int | None = None
+    until: int | None = None
+
+    def is_in(self, bucket: int) -> bool:
+        """Whether it may be there in `bucket`."""
+        return self.first <= bucket and (self.last is None or bucket <= self.last)
+
+    def is_certain_in(self, bucket: int) -> bool:
+        """Whether it is there in `bucket` in every plan."""
+        return self.since is not None and self.since < bucket < (self.until or 0)
+
+
+@dataclass(frozen=True)
 class Transient:
     """`nbytes` of the device that something in `bucket` takes for a moment."""
 
@@ -156,11 +178,11 @@ class Update:
 
 @dataclass(frozen=True)
 class Effect:
-    """All that one strategy of one cluster does in a step; `host_bytes` as if all at once.
+    """All that one strategy of one cluster does in a step.
 
-    What rests on disk has `disk_bytes`; the rooms that it passes through are in no effect.
-
-    `exchanges` are those beside the step's own.
+    `host_bytes` are there during the whole step, copies on the host in `host_holds`. What rests on
+    disk has `disk_bytes`; the rooms that it passes through are in no effect. `exchanges` are those
+    beside the step's own.
     """
 
     holds: tuple[Hold, ...] = ()
@@ -170,6 +192,7 @@ class Effect:
     exchanges: tuple[Exchanged, ...] = ()
     update: Update | None = None
     host_bytes: int = 0
+    host_holds: tuple[HostHold, ...] = ()
     disk_bytes: int = 0
 
     @property
@@ -178,6 +201,10 @@ class Effect:
         for hold in self.holds:
             yield from (demand for demand in (hold.begins, hold.ends) if demand is not None)
         yield from self.moved
+
+    def most_on_host(self, bucket: int) -> int:
+        """Bytes that it may hold on the host in `bucket`."""
+        return self.host_bytes + sum(h.nbytes for h in self.host_holds if h.is_in(bucket))
 
     @property
     def streamed(self) -> Update | None:

@@ -9,7 +9,7 @@ two lists at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cotrain_compile.dataflow import Buffer, Dataflow
@@ -23,6 +23,7 @@ from cotrain_compile.placement.decisions.effects import (
     Exchanged,
     Flow,
     Hold,
+    HostHold,
     Transient,
     Update,
 )
@@ -150,6 +151,7 @@ class Strategy:
             device_work=self._device_work(cluster),
             update=update,
             host_bytes=self._host_bytes(cluster),
+            host_holds=(*self._host_holds(cluster),),
             disk_bytes=self._disk_bytes(cluster),
         )
 
@@ -280,15 +282,21 @@ class Strategy:
         )
 
     def _host_bytes(self, c: ParamCluster) -> int:
-        """Homes and copies."""
-        nbytes = c.gradient_bytes * (self.on_host or self.gradient_away)
-        if self.fetches:
-            nbytes += c.param_bytes + c.fetched_bytes * c.param_unused + c.kept.nbytes
-        if self.mode is UpdateMode.HOST:
-            nbytes += c.param_bytes
+        """Homes, and what is saved on guesses."""
+        nbytes = (c.param_bytes + c.kept.nbytes) * bool(self.fetches)
         nbytes += c.second_bytes * self.guesses
         nbytes -= self._disk_bytes(c)
         return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))
+
+    def _host_holds(self, c: ParamCluster) -> Iterator[HostHold]:
+        """A low-precision copy to its last fetch, a gradient and a weight until their update."""
+        if self.fetches and c.param_unused:
+            known = (c.leaves, c.returns) if self.fetches == 2 else (None, None)
+            yield HostHold(c.fetched_bytes, 0, c.returns if self.fetches == 2 else c.first, *known)
+        if self.on_host or self.gradient_away:
+            yield HostHold(c.gradient_bytes, c.gradient_made)
+        if self.mode is UpdateMode.HOST:
+            yield HostHold(c.param_bytes, 0)
 
 
 def is_large(state: Buffer) -> bool:
@@ -337,7 +345,8 @@ class Away(Stays):
         out = Demand(Flow.OFFLOAD, c.nbytes, released=c.leaves, earliest=source)
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
-        return Effect(holds=(gone,), host_bytes=c.nbytes)
+        on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
+        return Effect(holds=(gone,), host_holds=(on_host,))
 
 
 @dataclass(frozen=True)
@@ -358,7 +367,9 @@ class Refetched(Stays):
     def effect(self, cluster: ActivationCluster) -> Effect:
         c = cluster
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
-        return Effect(holds=(Hold(-c.nbytes, c.leaves + 1, c.returns - 1, None, back),))
+        on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
+        gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, None, back)
+        return Effect(holds=(gone,), host_holds=(on_host,))
 
 
 @dataclass(frozen=True)

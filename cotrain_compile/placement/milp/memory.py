@@ -111,32 +111,57 @@ class _Running:
         return self._sum
 
 
-def add_host_memory(model: Model, budget_mib: float) -> None:
-    """Homes, copies and all that is away, as if all at once.
+def add_host_memory(model: Model, flows: Flows, budget_mib: float) -> None:
+    """Homes, and in a few buckets the copies that are there.
 
     Careful: what the largest update makes is there as well, and the rooms of what rests on disk;
-    cyclic, what updates read of the step before, too.
+    cyclic, what updates read of the step before, too. Relaxed: of gradients what has been sent and
+    waits for its update.
     """
-    used = [in_mib(option.effect.host_bytes) * option.z for option in model.options]
+    home = [in_mib(option.effect.host_bytes) * option.z for option in model.options]
     if model.cyclic and not model.relaxed:
-        used += [in_mib(_sent_bytes(option.effect)) * option.z for option in model.options]
+        home += [in_mib(_sent_bytes(option.effect)) * option.z for option in model.options]
     if not model.relaxed and _most_mib(model) > budget_mib:
-        used.append(_host_workspace(model))
+        home.append(_host_workspace(model))
     disk_bytes = model.space.problem.disk_bytes
     if disk_bytes:
         resting = [in_mib(option.effect.disk_bytes) * option.z for option in model.options]
         model.add(summed(resting) <= in_mib(disk_bytes))
         if not model.relaxed:
             budget_mib -= in_mib(most_room_bytes(model.space.problem.dataflow))
-    model.add(summed(used) <= budget_mib)
+    at_home = model.running(summed(home))
+    for bucket in model.space.host_buckets:
+        copies = _gradients_waiting(model, flows, bucket) if model.relaxed else summed(())
+        copies += summed(
+            in_mib(hold.nbytes) * option.z
+            for option in model.options
+            for hold in option.effect.host_holds
+            if (hold.is_certain_in(bucket) if model.relaxed else hold.is_in(bucket))
+        )
+        model.add(at_home + copies <= budget_mib)
+
+
+def _gradients_waiting(model: Model, flows: Flows, bucket: int) -> Any:
+    """Relaxed: MiB on the host at the least of gradients that no update can have read."""
+    waiting = summed(())
+    waiting.plus(flows.own[Flow.GRADIENT].by(bucket))
+    for option in model.options:
+        update, effect = option.effect.update, option.effect
+        if update is not None and (update.guesses or update.released <= bucket):
+            waiting.plus(in_mib(effect.bytes_of(Flow.GRADIENT)) * option.z, -1.0)
+    return waiting
 
 
 def _most_mib(model: Model) -> float:
     """With all on the host that can be there; in more than that the largest update has room."""
     effects = model.space.effects
-    most = sum(max(e.host_bytes + _sent_bytes(e) for e in each) for each in effects)
+    most = sum(max(_all_at_once(e) + _sent_bytes(e) for e in each) for each in effects)
     updates = (effect.update for each in effects for effect in each)
     return in_mib(most + max((u.made_bytes for u in updates if u is not None), default=0))
+
+
+def _all_at_once(effect: Effect) -> int:
+    return effect.host_bytes + sum(hold.nbytes for hold in effect.host_holds)
 
 
 def _host_workspace(model: Model) -> Any:

@@ -58,7 +58,7 @@ class Program:
         flows = add_flows(model)
         add_times(model, flows)
         beyond = add_device_memory(model, flows, budget_mib, need_mib)
-        add_host_memory(model, host_budget_mib)
+        add_host_memory(model, flows, host_budget_mib)
         self.is_rounding, self.is_whole = not whole and not relaxed, whole
         self.is_loose = need_mib is not None
         self.space, self.params, self.activations = space, model.params, model.activations

@@ -21,7 +21,10 @@ LOOKS = 3
 
 
 def overflowing_to_disk(placed: PlacedStep) -> PlacedStep:
-    """`placed` within the host's budget, as far as the disk helps."""
+    """`placed` within the host's budget, as far as the disk helps; whatever rested there before."""
+    homes = placed.placement.homes
+    in_memory = {name: Tier.HOST if tier is Tier.DISK else tier for name, tier in homes.items()}
+    placed = replace(placed, placement=replace(placed.placement, homes=in_memory))
     problem, found = placed.problem, placed
     for _ in range(LOOKS):
         short = found.host_bytes - problem.budgets[Tier.HOST]

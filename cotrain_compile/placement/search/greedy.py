@@ -81,8 +81,8 @@ class _State:
     """Current decisions, and the profile of memory over the checkpoints, `used`.
 
     The strategies of all clusters are rows: `profiles` has what each takes of the device at every
-    checkpoint, `seconds`, `on_host` and `on_disk` what it takes else, `cluster` whose it is.
-    `chosen` is the row of each cluster.
+    checkpoint, `on_host` of the host in some buckets, `seconds` and `on_disk` what it takes else,
+    `cluster` whose it is. `chosen` is the row of each cluster.
     """
 
     def __init__(self, space: DecisionSpace, host_bytes: float) -> None:
@@ -101,14 +101,15 @@ class _State:
                 for row, effect in enumerate(rows)
             ]
         )
-        self.on_host = np.array([float(effect.host_bytes) for effect in rows])
+        buckets = space.host_buckets
+        self.on_host = np.array([[float(e.most_on_host(k)) for k in buckets] for e in rows])
         self.on_disk = np.array([float(effect.disk_bytes) for effect in rows])
         self.used = _undecided(space)
-        self.host_left = host_bytes
+        self.host_left = np.full(len(buckets), float(host_bytes))
         self.disk_left = float(space.problem.disk_bytes)
         if rows:
             self.used += self.profiles[self.chosen].sum(axis=0)
-            self.host_left -= float(self.on_host[self.chosen].sum())
+            self.host_left -= self.on_host[self.chosen].sum(axis=0)
 
     @property
     def peak_bytes(self) -> float:
@@ -127,7 +128,9 @@ class _State:
         peak, now = int(self.used.argmax()), self.chosen[self.cluster]
         freed = self.profiles[now, peak] - self.profiles[:, peak]
         cost = self.seconds - self.seconds[now]
-        allowed = (freed > 0) & (cost >= 0) & (self.on_host - self.on_host[now] <= self.host_left)
+        more = self.on_host - self.on_host[now]
+        allowed = (freed > 0) & (cost >= 0)
+        allowed &= ((more <= 0) | (more <= self.host_left)).all(axis=1)
         allowed &= self.on_disk - self.on_disk[now] <= self.disk_left
         prices = np.where(allowed, cost / np.maximum(freed, 1.0), np.inf)
         best = int(prices.argmin())
@@ -135,7 +138,7 @@ class _State:
             return False
         before = now[best]
         self.used += self.profiles[best] - self.profiles[before]
-        self.host_left -= float(self.on_host[best] - self.on_host[before])
+        self.host_left -= self.on_host[best] - self.on_host[before]
         self.disk_left -= float(self.on_disk[best] - self.on_disk[before])
         self.chosen[self.cluster[best]] = best
         return True

@@ -73,7 +73,7 @@ HELD = 6.5
 FROZEN: dict[str, Any] = {"policy": "greedy", "frozen": True, "memory_budget": "30MiB"}
 KINDS: dict[str, dict[str, Any]] = {
     "fetched": {"host_memory_budget": round(HELD * WEIGHT_BYTES)},
-    "cast": {"autocast": True, "host_memory_budget": round(HELD * WEIGHT_BYTES)},
+    "cast": {"autocast": True, "host_memory_budget": round(6 * WEIGHT_BYTES)},
     "carried": {"overlap_steps": True, "host_memory_budget": round(HELD * WEIGHT_BYTES)},
     "frozen": {**FROZEN, "host_memory_budget": "40MiB"},
 }
