@@ -1,10 +1,10 @@
-"""How fast is a step whose states rest on the drive at hand, against raw direct reads and writes?
+"""How fast is a step that rests on the drive at hand, against raw direct reads and writes?
 
-A chain of square layers with AdamW, all of whose large states rest on disk, so that its updates are
-bound by the drive. In turn: a step; the same bytes read and written with nothing in between, by as
-many threads in pieces of the same size; and what one would write by hand, parameter by parameter:
-read its states, update, write them. Of each the median counts. Then parameters and states are
-compared with a training in memory, and the process says what memory it took.
+A chain of square layers with AdamW, whose weights rest on disk with all their states, so that its
+updates are bound by the drive. In turn: a step; the same bytes read and written with nothing in
+between, by as many threads in pieces of the same size; and what one would write by hand, parameter
+by parameter: read it and its states, update, write them. Of each the median counts. Then parameters
+and states are compared with a training in memory, and the cgroup says what memory was taken.
 
     python -m bench.runtime.disk --folder /nvme -o bench/results/disk.json
 """
@@ -29,16 +29,16 @@ from torch import nn
 import cotrain_compile
 from bench.report import write_report
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import PIECE_BYTES, may_rest_on_disk, room_bytes
-from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.on_disk import PIECE_BYTES, update_room_bytes
+from cotrain_compile.plan import Timeline
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
 from cotrain_compile.support.units import format_bytes
 
 WIDTH, LAYERS = 4096, 4
 ROUNDS, STEPS = 8, 20
-# The host holds weights and gradients on their way, what an update may make, and the rooms.
-HELD_BESIDE = 64 << 20
+# The host holds gradients, what an update may make, and the rooms.
+HELD_BESIDE = 353 << 20
 IN_MEMORY: dict[str, Any] = {
     "policy": "zero-offload",
     "memory_budget": "4GiB",
@@ -77,16 +77,17 @@ class Training:
         return [*self.model.parameters(), *states]
 
     @property
-    def files(self) -> list[StateFile]:
-        """Where states rest."""
-        return [file for t in self.tensors if (file := file_of(t)) is not None]
+    def files(self) -> list[list[StateFile]]:
+        """Where each parameter rests that does, with its states."""
+        owned = [[p, *self.optimizer.state[p].values()] for p in self.model.parameters()]
+        found = ([file for t in each if (file := file_of(t)) is not None] for each in owned)
+        return [each for each in found if each]
 
 
-def raw_s(files: Sequence[StateFile], rooms: Rooms) -> float:
+def raw_s(files: Sequence[Sequence[StateFile]], rooms: Rooms) -> float:
     """Read and write every byte of `files` once, by way of `rooms`, with nothing in between."""
     began_s = time.perf_counter()
-    pairs = zip(files[::2], files[1::2], strict=True)
-    passing = [rooms.ask(pair, pair[0].nbytes) for pair in pairs]
+    passing = [rooms.ask(each, each[0].nbytes) for each in files]
     for each in passing:
         for number in range(each.count):
             each.take(number)
@@ -96,16 +97,16 @@ def raw_s(files: Sequence[StateFile], rooms: Rooms) -> float:
     return time.perf_counter() - began_s
 
 
-def by_hand_s(files: Sequence[StateFile]) -> float:
-    """The same, parameter by parameter: both states are read, updated and written, in turn."""
-    nbytes = files[0].nbytes
-    memory = [mmap.mmap(-1, nbytes) for _ in range(2)]
-    first, second = (torch.frombuffer(each, dtype=torch.float32) for each in memory)
-    weight, gradient, count = torch.zeros_like(first), torch.zeros_like(first), torch.ones(())
+def by_hand_s(files: Sequence[Sequence[StateFile]]) -> float:
+    """The same, parameter by parameter: it and both states are read, updated and written."""
+    nbytes = files[0][0].nbytes
+    memory = [mmap.mmap(-1, nbytes) for _ in range(3)]
+    weight, first, second = (torch.frombuffer(each, dtype=torch.float32) for each in memory)
+    gradient, count = torch.zeros_like(first), torch.ones(())
     began_s = time.perf_counter()
-    with ThreadPoolExecutor(2) as threads:
-        for pair in zip(files[::2], files[1::2], strict=True):
-            moved = list(zip(pair, memory, strict=True))
+    with ThreadPoolExecutor(3) as threads:
+        for own in files:
+            moved = list(zip(own, memory, strict=True))
             list(threads.map(lambda each: each[0].read(memoryview(each[1]), 0), moved))
             torch._fused_adamw_(
                 [weight], [gradient], [first], [second], [], [count],
@@ -118,16 +119,15 @@ def by_hand_s(files: Sequence[StateFile]) -> float:
 
 def updating_s(timeline: Timeline) -> float:
     """From the first to the last moment of updates on the host and of what they read and write."""
-    lanes = (Lane.HOST, Lane.DISK_READ, Lane.DISK_WRITE)
-    spans = [span for lane in lanes for span in timeline.lane(lane)]
+    spans = [span for span in timeline.spans if "update." in span.name]
     return max(span.end_s for span in spans) - min(span.start_s for span in spans)
 
 
 class Resident:
-    """The most memory of the process, in pages of its own and of files, while within."""
+    """The most memory that the cgroup counts while within, page cache included."""
 
     def __enter__(self) -> Resident:
-        self.before, self.most = _resident(), (0, 0)
+        self.before = self.most = counted_bytes()
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look)
         self._watch.start()
@@ -139,27 +139,32 @@ class Resident:
 
     def _look(self) -> None:
         while not self._is_over.wait(0.01):
-            self.most = max(self.most, _resident(), key=sum)
+            self.most = max(self.most, counted_bytes())
 
 
-def _resident() -> tuple[int, int]:
-    """Anonymous pages and pages of files, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = dict(line.split(":") for line in lines if line.startswith(("RssAnon", "RssFile")))
-    return tuple(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))  # type: ignore[return-value]
+def counted_bytes() -> int:
+    """What the cgroup of this process counts, of version 2 or 1; of all that runs in it."""
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for _, kinds, path in groups:
+        own = "memory/" if kinds == "memory" else ""
+        name = "memory.usage_in_bytes" if own else "memory.current"
+        file = Path(f"/sys/fs/cgroup/{own}{path.lstrip('/')}") / name
+        if file.is_file():
+            return int(file.read_text())
+    raise OSError("no cgroup counts the memory of this process")
 
 
 def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All figures of one training on disk, and its comparison with one in memory."""
     weights = 4 * WIDTH * WIDTH * LAYERS
-    training = Training(disk=str(folder), host_memory_budget=3 * weights + HELD_BESIDE)
+    training = Training(disk=str(folder), host_memory_budget=weights + HELD_BESIDE)
     with Resident() as resident:
         training.train(0)
         compiled = cotrain_compile.inspect(training.step)
         plan, dataflow = compiled.plan, compiled.problem.dataflow
         own = training.files
-        scratch = [StateFile(folder, file.nbytes) for file in own]
-        rooms = Rooms(room_bytes(dataflow, plan.placement))
+        scratch = [[StateFile(folder, file.nbytes) for file in each] for each in own]
+        rooms = Rooms(update_room_bytes(dataflow, plan.placement))
         raw_s(scratch, rooms)  # what was never written is not read from the drive
         step_s, update_s, plain_s, hand_s = [], [], [], []
         for number in range(1, rounds + 1):
@@ -175,7 +180,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for number in range(rounds + 1, STEPS):
             training.train(number)
-    moved = 2 * sum(file.nbytes for file in own)
+    moved = 2 * sum(file.nbytes for each in own for file in each)
     del scratch, rooms
     torch._dynamo.reset()
     reference = Training()
@@ -188,9 +193,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
     peaks = compiled.measured.peak_bytes
     return {
         "bytes_moved_a_step": moved,
-        "parameters_on_disk": sum(
-            bool(may_rest_on_disk(dataflow, group)) for group in dataflow.updates
-        ),
+        "parameters_on_disk": len(own),
         "piece_bytes": PIECE_BYTES,
         "step_s": statistics.median(step_s),
         "updates_s": updates_s,
@@ -204,7 +207,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         "host_budget_bytes": plan.budgets[Tier.HOST],
         "host_peak_bytes": peaks[Tier.HOST],
         "disk_peak_bytes": peaks[Tier.DISK],
-        "resident_file_bytes_more": resident.most[1] - resident.before[1],
+        "cgroup_bytes_more": resident.most - resident.before,
         "load_a_core": load,
         "rounds": [
             {"step_s": a, "updates_s": b, "raw_s": c}
@@ -218,7 +221,7 @@ def table(result: Mapping[str, Any]) -> str:
     rate = result["bytes_moved_a_step"] / result["updates_s"]
     host = format_bytes(result["host_budget_bytes"])
     rows = [
-        ("states on disk", format_bytes(result["disk_peak_bytes"])),
+        ("weights and states on disk", format_bytes(result["disk_peak_bytes"])),
         ("read and written in a step", format_bytes(result["bytes_moved_a_step"])),
         ("updates of a step, with both", f"{result['updates_s']:.2f} s"),
         ("the same bytes with nothing in between", f"{result['raw_s']:.2f} s"),
@@ -226,6 +229,7 @@ def table(result: Mapping[str, Any]) -> str:
         ("by hand, one parameter after the other", f"{result['by_hand_s']:.2f} s"),
         ("updates predicted", f"{result['predicted_updates_s']:.2f} s"),
         ("the host at its peak", f"{format_bytes(result['host_peak_bytes'])} of {host}"),
+        ("counted by the cgroup meanwhile", format_bytes(result["cgroup_bytes_more"])),
         (f"equal in memory after {result['equal_after_steps']} steps", str(result["are_equal"])),
         ("load of the computer's cores meanwhile", f"{result['load_a_core']:.0f} of each"),
     ]
