@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.entry.compiled import inspect, synchronize
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
@@ -27,13 +29,16 @@ IN_MEMORY: dict[str, Any] = {
 class Training:
     """A few layers, AdamW on all or on the first, and a step that clips."""
 
-    def __init__(self, *, autocast: bool = False, frozen: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, autocast: bool = False, frozen: bool = False, ranks: bool = False, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.autocast = autocast
         layers = [nn.Linear(a, b) for a, b in pairwise(FROZEN_WIDTHS if frozen else WIDTHS)]
         self.model = nn.Sequential(*layers)
         for layer in layers[1:]:
             layer.requires_grad_(not frozen)
+        self.net = DistributedDataParallel(self.model) if ranks else self.model
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         torch._dynamo.reset()
@@ -41,16 +46,16 @@ class Training:
 
     def _step(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.model(x).float().pow(2).mean()
+            loss = self.net(x).float().pow(2).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss  # type: ignore[no-any-return]
 
-    def train(self, steps: range) -> None:
+    def train(self, steps: range, rank: int = 0) -> None:
         for step in steps:
-            batch = torch.Generator().manual_seed(step)
+            batch = torch.Generator().manual_seed(step + 100 * rank)
             self.step(torch.randn(4, WIDTHS[0], generator=batch))
         synchronize()
 
@@ -58,6 +63,11 @@ class Training:
     def files(self) -> list[StateFile]:
         """Where weights rest."""
         return [file for p in self.model.parameters() if (file := file_of(p)) is not None]
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """What a checkpoint has."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -99,3 +109,28 @@ def test_a_step_whose_weight_rests_on_disk_is_the_same_step(kind: str, tmp_path:
     without.train(range(3))
     assert not without.files
     assert_equal(with_disk, without)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
+def test_checkpoints_of_both_kinds_have_what_rests_on_disk(tmp_path: Path) -> None:
+    """Saved in the middle, loaded into where it rests, and into memory: each goes on alike."""
+    first, folder = Training(**KINDS["fetched"], disk=tmp_path), tmp_path / "sharded"
+    first.train(range(2))
+    files = first.files
+    torch.save(first.states, tmp_path / "whole.pt")
+    dcp.save(first.states, checkpoint_id=folder, no_dist=True)
+    first.train(range(2, 4))
+    expected = [tensor.clone() for tensor in first.tensors]
+    held = first.states
+    dcp.load(held, checkpoint_id=folder, no_dist=True)
+    first.optimizer.load_state_dict(held["optimizer"])
+    first.train(range(2, 4))
+    assert first.files == files
+    other = Training(**{**KINDS["fetched"], "host_memory_budget": "1GiB"})
+    whole = torch.load(tmp_path / "whole.pt")
+    other.model.load_state_dict(whole["model"])
+    other.optimizer.load_state_dict(whole["optimizer"])
+    other.train(range(2, 4))
+    for training in (first, other):
+        for tensor, wanted in zip(training.tensors, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
