@@ -114,7 +114,7 @@ def _outside(update: Update) -> set[fx.Node]:
 
 
 def _makes_a_tensor(node: fx.Node) -> bool:
-    """Whether a call gives a tensor, or a number that is the same for all."""
+    """Whether a call gives a tensor, or computes with numbers: not, if it writes a part of one."""
     value = node.meta.get("example_value")
     return type(value) is FakeTensor or isinstance(value, torch.SymFloat | torch.SymInt)
 
