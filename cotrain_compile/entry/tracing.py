@@ -24,11 +24,13 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine
+from cotrain_compile.support.collector import collector_off
 from cotrain_compile.support.phases import tell_phase
 
 Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
+@collector_off()
 def trace(
     build: Build,
     *,

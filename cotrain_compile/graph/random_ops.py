@@ -64,12 +64,11 @@ def _drops_untagged(node: fx.Node) -> bool:
 
     A backward, and what is run again, is given the state that the forward has drawn.
     """
-    named = arguments_of(node) if isinstance(target_of(node), torch._ops.OpOverload) else {}
-    return (
-        not str(target_of(node)).startswith("aten.")
-        and named.get(_DROPOUT, 0) != 0
-        and named.get("rng_state") is None
-    )
+    target = target_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or str(target).startswith("aten."):
+        return False
+    named = arguments_of(node)
+    return named.get(_DROPOUT, 0) != 0 and named.get("rng_state") is None
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -101,10 +101,11 @@ def bucket_exchanges(graph: fx.Graph) -> None:
             filling[kind] = _Bucket(exchange.begin.prev, exchange.first_use, most)
             buckets.append(filling[kind])
         filling[kind].add(exchange, written)
-    for bucket in buckets:
-        if len(bucket.members) > 1:
-            _join(graph, bucket)
-    graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.is_impure())
+    joined = [bucket for bucket in buckets if len(bucket.members) > 1]
+    for bucket in joined:
+        _join(graph, bucket)
+    if joined:
+        graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.is_impure())
 
 
 def _is_small(exchange: Exchange) -> bool:

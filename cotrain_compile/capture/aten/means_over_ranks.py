@@ -32,6 +32,7 @@ def take_means_once(graph: fx.Graph) -> None:
     The reducer of eager does the left side where micro-batches are not in `no_sync()`: the same
     number up to rounding, at twice the bytes on the wire.
     """
+    dropped = False
     for wait in reversed(list(graph.nodes)):
         source = _source_of_mean(wait)
         if source is None or len(wait.users) != 1:
@@ -42,7 +43,9 @@ def take_means_once(graph: fx.Graph) -> None:
         again = [_mean_of(user) for user in added.users]
         if all(found is not None and _group(found) == _group(wait) for found in again):
             read_instead(added, wait, source)
-    graph.eliminate_dead_code(lambda node: node.op != "call_function" or _has_effect(node))
+            dropped = True
+    if dropped:
+        graph.eliminate_dead_code(lambda node: node.op != "call_function" or _has_effect(node))
 
 
 def _source_of_mean(wait: fx.Node) -> fx.Node | None:

@@ -114,7 +114,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
     backward. As part of the update, the widening can run where the update does, and half the bytes
     cross the link or wait for the optimizer.
     """
-    phase = phases(graph)
+    phase, given = phases(graph), False
     for cast in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
         source = cast.args[0]
         if phase[cast.name] is not Phase.BACKWARD or not _widens(source, cast):
@@ -127,7 +127,9 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
             own.meta = {"val": torch.empty_like(cast.meta["val"])}  # fake, with its own storage
             for user in updates:
                 read_instead(user, cast, own)
-    graph.eliminate_dead_code()
+            given = True
+    if given:
+        graph.eliminate_dead_code()
 
 
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (

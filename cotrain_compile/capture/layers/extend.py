@@ -3,25 +3,17 @@
 The layer before those left out and the one behind it have to be alike, node for node; then so are
 all that follow, since Dynamo's graph repeats itself there and lowering looks at nothing else. What
 is made for a layer is a copy of that one, which reads its neighbours in place of the copied one's.
-
-Private torch API used: `FakeTensor`, `no_dispatch`, `TracingContext.fw_metadata`. Reason: values
-are copied without running ops, and AOTAutograd has to know which inputs are written. Tried on
-torch 2.13.0.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cotrain_compile.capture.layers.blocks import (
@@ -35,7 +27,14 @@ from cotrain_compile.capture.layers.blocks import (
 )
 from cotrain_compile.capture.layers.checkpoints import Checkpoints
 from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of, subgraph_of
-from cotrain_compile.capture.layers.shorten import Shortened, entry_of, is_even
+from cotrain_compile.capture.layers.memory import (
+    is_plain,
+    same_storage,
+    shown_in,
+    storages,
+    tell_of_writes,
+)
+from cotrain_compile.capture.layers.shorten import Shortened, entry_of, is_even, put_into
 from cotrain_compile.capture.nodes.storages import traced_again
 
 aten = torch.ops.aten
@@ -69,7 +68,7 @@ def extend(module: fx.GraphModule, short: Shortened) -> None:
     extension.check()
     extension.make()
     module.recompile()
-    _tell_of_writes(extension)
+    tell_of_writes(module.graph, extension.like())
 
 
 class _Extension:
@@ -96,7 +95,7 @@ class _Extension:
         self.input_of = {(layers[n], self.own[n]): n for n in self.placeholders}
         self.owner: dict[int, fx.Node] = {}  # by storage, who made it
         for node in graph.nodes:
-            for storage in _storages(node):
+            for storage in storages(node):
                 self.owner.setdefault(storage, node)
         self.checkpoints = Checkpoints(graph)
         self.made: dict[tuple[int, int, int], fx.Node] = {}  # by layer, sweep and place
@@ -116,11 +115,11 @@ class _Extension:
             if node in self.labels.gathers:
                 self._check_gather(node)
                 continue
-            memory = [self.owner[storage] for storage in _storages(node)]
+            memory = [self.owner[storage] for storage in storages(node)]
             for read in {*node.all_input_nodes, *memory} - {node}:
                 self._check_neighbour(node, read)
         for value in tree_leaves([n.meta.get("val") for n in self.graph.nodes]):
-            if isinstance(value, torch.Tensor) and not _is_plain(value):
+            if isinstance(value, torch.Tensor) and not is_plain(value):
                 raise UnlikeError("a value is no plain tensor")
 
     def _check_neighbour(self, node: fx.Node, read: fx.Node) -> None:
@@ -141,7 +140,7 @@ class _Extension:
         shown = [look_of_tensor(leaf) for leaf in leaves]
         memory = [
             None if self.owner[storage] is node else read(self.owner[storage])
-            for storage in _storages(node)
+            for storage in storages(node)
         ]
         first = self.checkpoints.first_of(node)
         in_checkpoint = None if first is None else first is node or read(first)
@@ -182,15 +181,7 @@ class _Extension:
         def read(other: fx.Node) -> fx.Node:
             return self._in(other, layer)
 
-        made = self.graph.create_node(
-            node.op,
-            node.target,
-            map_arg(node.args, read),
-            map_arg(node.kwargs, read),
-            node.name,
-            node.type,
-        )
-        made.meta = copy.copy(node.meta)
+        made = put_into(self.graph, node, node.args, node.kwargs, read)
         self.checkpoints.number_anew(made, layer)
         if stack := node.meta.get("nn_module_stack"):
             made.meta["nn_module_stack"] = self._stack(stack, layer)
@@ -230,8 +221,8 @@ class _Extension:
         storage = value.untyped_storage()
         owner = self.owner[storage._cdata]
         if self.labels.layer.get(owner) == self.template and owner.op != "placeholder":
-            return _shown_in(self._memory(storage, layer), value)
-        return _shown_in(_same_storage(storage, owner, self._in(owner, layer)), value)
+            return shown_in(self._memory(storage, layer), value)
+        return shown_in(same_storage(storage, owner, self._in(owner, layer)), value)
 
     def _memory(self, storage: torch.UntypedStorage, layer: int) -> torch.UntypedStorage:
         key = (storage._cdata, layer)
@@ -253,7 +244,7 @@ class _Extension:
             owner = self.owner[storage._cdata]
             if (instead := read(owner)) is owner:
                 return value
-            return _shown_in(_same_storage(storage, owner, instead), value)
+            return shown_in(same_storage(storage, owner, instead), value)
 
         if "val" in node.meta:
             node.meta["val"] = tree_map_only(torch.Tensor, shown, node.meta["val"])
@@ -292,6 +283,14 @@ class _Extension:
         gather.args = tuple(longer(argument) for argument in gather.args)
         gather.kwargs = {name: longer(argument) for name, argument in gather.kwargs.items()}
 
+    def like(self) -> dict[fx.Node, fx.Node]:
+        """The inputs of layers that were left out, and those of the template's."""
+        return {
+            node: self.input_of[self.template, number]
+            for (layer, number), node in self.input_of.items()
+            if layer in self.short.left_out
+        }
+
     def _look_anew(self) -> None:
         """Give vectors of all layers their new length, and what reads them."""
         changed = dict(self.labels.gathers)
@@ -309,54 +308,5 @@ class _Extension:
                 changed[user] = None
 
 
-def _tell_of_writes(extension: _Extension) -> None:
-    """Let AOTAutograd know of the inputs that the new layers write."""
-    metadata = TracingContext.get().fw_metadata
-    if metadata is None:
-        return
-    template = extension.template
-    place = {node: i for i, node in enumerate(extension.placeholders)}
-    for (layer, number), node in extension.input_of.items():
-        if layer in extension.short.left_out:
-            model = extension.input_of[template, number]
-            metadata.input_info[place[node]] = metadata.input_info[place[model]]
-    metadata.__post_init__()
-
-
-def _shown_in(memory: torch.UntypedStorage, value: torch.Tensor) -> torch.Tensor:
-    """As `value`, in other memory."""
-    assert isinstance(value, FakeTensor)
-    with no_dispatch():
-        bare = torch.empty(0, dtype=value.dtype, device="meta")
-        bare.set_(memory, int(value.storage_offset()), tuple(value.shape), value.stride())
-        made = FakeTensor(value.fake_mode, bare, value.device)
-        return made.requires_grad_(value.requires_grad)
-
-
-def _same_storage(
-    storage: torch.UntypedStorage, owner: fx.Node, other: fx.Node
-) -> torch.UntypedStorage:
-    """What `storage`, made by `owner`, is of `other`, which makes the like."""
-    pairs = zip(_all_storages(owner), _all_storages(other), strict=True)
-    return next(theirs for mine, theirs in pairs if mine._cdata == storage._cdata)
-
-
 def _is_call(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output")
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    return isinstance(value, FakeTensor) and value.layout is torch.strided
-
-
-def _all_storages(node: fx.Node) -> list[torch.UntypedStorage]:
-    leaves: Sequence[Any] = tree_leaves(node.meta.get("val"))
-    return [
-        leaf.untyped_storage()
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    ]
-
-
-def _storages(node: fx.Node) -> list[int]:
-    return [storage._cdata for storage in _all_storages(node)]

@@ -16,6 +16,11 @@ from torch import distributed, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cotrain_compile.capture.layers.extend import extend
+from cotrain_compile.capture.layers.few_updates import (
+    FewUpdates,
+    put_updates_back,
+    with_few_updates,
+)
 from cotrain_compile.capture.layers.shorten import Shortened, shortened
 from cotrain_compile.graph import StepInput
 from cotrain_compile.support.raised_by_handler import raised_by_handler
@@ -24,6 +29,7 @@ LOG = logging.getLogger(__name__)
 TRIED = ("2.13.",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
+Part = Shortened | FewUpdates
 Prepare = Callable[[fx.GraphModule], None]
 Lower = Callable[[fx.GraphModule, Prepare, tuple[object, ...]], Callable[..., Any]]
 
@@ -37,30 +43,34 @@ def lower_few_layers(
     result depends on. Errors of what comes behind that are its own.
     """
     parts = _parts(module, values, inputs)
-    if not parts:
-        return lower(module, lambda graph: None, ())
-    whole = False
+    while parts:
+        reached = len(parts)
 
-    def extended(graph: fx.GraphModule) -> None:
-        nonlocal whole
-        for part in reversed(parts):
-            extend(graph, part)
-        whole = True
+        def extended(graph: fx.GraphModule, some: Sequence[Part] = parts) -> None:
+            nonlocal reached
+            for part in reversed(some):
+                if isinstance(part, FewUpdates):
+                    put_updates_back(graph, part)
+                else:
+                    extend(graph, part)
+                reached -= 1
 
-    try:
-        return lower(parts[-1].module, extended, tuple(part.text for part in parts))
-    except Exception as error:  # what is wrong with the step itself is raised again below
-        if whole or raised_by_handler(error) is not None:
-            raise
-        LOG.debug("all layers are lowered: %s", error)
+        try:
+            return lower(parts[-1].module, extended, tuple(part.text for part in parts))
+        except Exception as error:  # what is wrong with the step itself is raised again below
+            if not reached or raised_by_handler(error) is not None:
+                raise
+            LOG.debug("more is lowered: %s", error)
+            updates_alone = reached == len(parts) and isinstance(parts[-1], FewUpdates)
+            parts = parts[:-1] if updates_alone else []
     return lower(module, lambda graph: None, ())
 
 
 def _parts(
     module: fx.GraphModule, values: Sequence[Any], inputs: Sequence[StepInput]
-) -> list[Shortened]:
-    """`module` shortened by one stack of layers after the other."""
-    parts: list[Shortened] = []
+) -> list[Part]:
+    """`module` shortened by one stack of layers after the other, and then by updates."""
+    parts: list[Part] = []
     known = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
     if not _may_be_shortened(values) or not _may_be_shortened(known):
         return parts
@@ -69,6 +79,9 @@ def _parts(
             break
         parts.append(part)
         module = part.module
+    few = with_few_updates(module, inputs)
+    if few is not None and _have_own_memory(few, values):
+        parts.append(few)
     return parts
 
 
@@ -82,9 +95,9 @@ def _may_be_shortened(values: Sequence[Any]) -> bool:
     )
 
 
-def _have_own_memory(part: Shortened, values: Sequence[Any]) -> bool:
-    """Whether no input of a layer shares its memory: AOTAutograd puts those together."""
+def _have_own_memory(part: Part, values: Sequence[Any]) -> bool:
+    """Whether no input of what is left out shares its memory: AOTAutograd puts those together."""
     storages = [value.untyped_storage()._cdata for value in values]
     users = Counter(storages)
-    of_layers = zip(storages, part.inputs, strict=True)
-    return all(users[storage] == 1 for storage, layer in of_layers if layer is not None)
+    owners = zip(storages, part.inputs, strict=True)
+    return all(users[storage] == 1 for storage, owner in owners if owner is not None)

@@ -9,7 +9,7 @@ Private torch API used: `_dynamo_source` of Dynamo's placeholders. Tried on torc
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,21 +197,10 @@ class _Alike:
                 dropped.append(f"{node.name} {self.blocks.place[node]}")
                 continue
             args, kwargs = self._kept_arguments(node)
-            made = graph.create_node(
-                node.op,
-                node.target,
-                map_arg(args, instead),
-                map_arg(kwargs, instead),
-                node.name,
-                node.type,
-            )
-            made.meta = copy.copy(node.meta)
-            if hasattr(node, "_dynamo_source"):
-                made._dynamo_source = node._dynamo_source
-            new[node] = made
+            new[node] = put_into(graph, node, args, kwargs, instead)
         placeholders = module.graph.find_nodes(op="placeholder")
         layers = [self.labels.layer.get(node) for node in placeholders]
-        short = _with_graph(module, graph)
+        short = with_graph(module, graph)
         text = f"{self.stack} {self.left_out} {layers} {dropped}"
         return Shortened(short, self.stack, template, self.left_out, layers, text)
 
@@ -273,7 +262,19 @@ def is_even(entries: Sequence[tuple[int | None, object]], first: int, left_out: 
     return together and same and stretch in (ordered, ordered[::-1])
 
 
-def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def put_into(
+    graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, new: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
+    """A copy of `node` in `graph`, which is called with what is `new` in place of `args`."""
+    read = map_arg((args, kwargs), new)
+    made = graph.create_node(node.op, node.target, *read, node.name, node.type)
+    made.meta = copy.copy(node.meta)
+    if hasattr(node, "_dynamo_source"):
+        made._dynamo_source = node._dynamo_source
+    return made
+
+
+def with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """`module` with all that Dynamo has noted on it, and another graph."""
     made = fx.GraphModule(module, graph)
     for name, value in vars(module).items():

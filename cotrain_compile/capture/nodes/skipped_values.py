@@ -25,9 +25,9 @@ def keep_values_early(graph: fx.Graph) -> None:
     something else than eager would have, but all that they write is then dropped as well.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for choice in graph.find_nodes(op="call_function", target=aten.where.self):
-        if KEPT_ANNOTATION not in (choice.meta.get("custom") or {}):
-            continue
+    wheres = graph.find_nodes(op="call_function", target=aten.where.self)
+    choices = [node for node in wheres if KEPT_ANNOTATION in (node.meta.get("custom") or {})]
+    for choice in choices:
         skip, old, new = choice.args
         if old.target is aten.clone.default:
             choice.replace_input_with(old, old.args[0])
@@ -36,4 +36,5 @@ def keep_values_early(graph: fx.Graph) -> None:
         for user in list(new.users):
             if user is not choice and order[user] > order[latest]:
                 read_instead(user, new, choice)
-    graph.eliminate_dead_code()
+    if choices:
+        graph.eliminate_dead_code()

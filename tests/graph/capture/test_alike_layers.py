@@ -17,8 +17,10 @@ from cotrain_compile.backends import devices
 from cotrain_compile.capture.dynamo import alike_updates, patches
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
+from cotrain_compile.capture.layers.few_updates import put_updates_back
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.graph import StepGraph
+from tests.support import alike_updates as alike_updates_of
 from tests.support.alike_layers import (
     ALIKE,
     DIFFERENT,
@@ -50,6 +52,19 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> list[range]:
         found.append(short.left_out)
 
     monkeypatch.setattr(lower, "extend", noted)
+    return found
+
+
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parameters whose updates were put in after lowering."""
+    found: list[str] = []
+
+    def noted(module: Any, few: Any) -> None:
+        put_updates_back(module, few)
+        found.extend(name for kind in few.kinds for name in kind.left_out)
+
+    monkeypatch.setattr(lower, "put_updates_back", noted)
     return found
 
 
@@ -89,12 +104,13 @@ def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers", "checkpoints"]))
 def test_the_graph_is_that_of_lowering_all_layers(
-    name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
+    name: str, left_out: list[range], put_back: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, expected = ALIKE[name]
     few, whole = both(build, monkeypatch)
     assert few == whole
     assert left_out == expected
+    assert put_back
 
 
 @pytest.mark.parametrize("name", some(DIFFERENT, ["width", "constant", "long skips", "hook"]))
@@ -158,11 +174,37 @@ schedules: list[object] = []  # alive as long as the steps
 
 @pytest.mark.parametrize("name", some(OPTIMIZERS, ["momentum"]))
 def test_updates_of_any_optimizer_are_traced_once_a_kind(
-    name: str, copied: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, copied: list[int], put_back: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, whole = both(job(lambda: Model(plain(3)), OPTIMIZERS[name]), monkeypatch)
+    few, whole = both(job(lambda: Model(plain(5)), OPTIMIZERS[name]), monkeypatch)
     assert few == whole
-    assert len(copied) == 4  # of two weights and two biases
+    assert len(copied) == 8  # of four weights and four biases
+    both_kinds = {f"layers.{i}.linear.{kind}" for i in (2, 3, 4) for kind in ("bias", "weight")}
+    others = {
+        "scheduled": {"layers.2.linear.weight"},  # the first update makes the rates
+        "Rprop": both_kinds,  # has constants that are tensors
+    }
+    assert {*put_back} == both_kinds - others.get(name, set())
+
+
+@pytest.mark.parametrize("name", some(alike_updates_of.ALIKE, ["clipping"]))
+def test_updates_that_are_alike_are_lowered_once_a_kind(
+    name: str, put_back: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(alike_updates_of.ALIKE[name], monkeypatch)
+    assert few == whole
+    behind = range(2, alike_updates_of.COUNT)
+    both_kinds = [f"layers.{i}.linear.{kind}" for i in behind for kind in ("bias", "weight")]
+    assert sorted(put_back) == both_kinds
+
+
+@pytest.mark.parametrize("name", some(alike_updates_of.DIFFERENT, ["read behind", "rate"]))
+def test_an_update_that_differs_is_lowered(
+    name: str, put_back: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(alike_updates_of.DIFFERENT[name], monkeypatch)
+    assert few == whole
+    assert f"layers.{alike_updates_of.ODD}.linear.weight" not in put_back
 
 
 @pytest.mark.parametrize(
