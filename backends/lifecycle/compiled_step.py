@@ -14,7 +14,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from cotrain_compile.analysis.throughput import Throughput, throughput
-from cotrain_compile.backends.eager.lock_step import Room
+from cotrain_compile.backends.eager.lock_step import PlannedPeak
 from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram, Measurement
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
@@ -81,7 +81,7 @@ class CompiledStep(PlannedStep):
         asks = together.exchange_begins
         if lowered is None:
             # On a card list ops are kernels of their own, of which nobody promises the same bits.
-            room = Room(problem, plan) if device.compute_device.type == "cpu" else None
+            room = PlannedPeak(problem, plan) if device.compute_device.type == "cpu" else None
             self._program = EagerProgram(
                 graph, device, self._signals.hold, before_exchange=asks, room=room
             )

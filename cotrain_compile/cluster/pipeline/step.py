@@ -53,7 +53,7 @@ from cotrain_compile.cluster.steps.stage_step import (
 )
 
 
-class Part(NamedTuple):
+class ExchangedPart(NamedTuple):
     """Layers of a stage that are gathered at once (0 bytes: they are whole), and whose gradients
     are exchanged at once: what is done, of how many bytes, and over which ring."""
 
@@ -77,7 +77,7 @@ class Stage(NamedTuple):
     touched_bytes: float = 0.0
     kept_bytes: float = 0.0
     hosted: Sequence[Layer] = ()
-    parts: Sequence[Part] = ()
+    parts: Sequence[ExchangedPart] = ()
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _exchanged(
             before = exchange
 
 
-def _names(part: Part, k: int, number: int) -> list[str]:
+def _names(part: ExchangedPart, k: int, number: int) -> list[str]:
     """Of the exchanges of a part."""
     return [f"{does} over {over} of part {k}, stage {number}" for does, _, over in part.exchanges]
 
