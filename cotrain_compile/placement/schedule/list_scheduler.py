@@ -17,9 +17,14 @@ from itertools import chain, islice
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.books import Clock, MemoryLedger, TaskList
+from cotrain_compile.placement.schedule.books import (
+    Clock,
+    MemoryLedger,
+    Pending,
+    TaskList,
+    with_deadlines,
+)
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
-from cotrain_compile.placement.schedule.deadlines import Pending, with_deadlines
 from cotrain_compile.placement.schedule.exchanges_ahead import elapsed_with_stalls
 from cotrain_compile.placement.schedule.host_lane import HostLane
 from cotrain_compile.placement.schedule.moves import Fetch, Moves
