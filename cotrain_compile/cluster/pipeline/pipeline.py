@@ -175,19 +175,6 @@ def _nothing_fits(
     )
 
 
-def plans_of(
-    profile: LayerProfile,
-    rows: Sequence[PipelineDevices],
-    order: PipelineOrder,
-    samples: int,
-    *,
-    again_only: bool = False,
-) -> Iterator[PipelinePlan]:
-    """All that is tried and fits."""
-    for option in options_of(profile, rows, order, samples, again_only=again_only):
-        yield from option.plans()
-
-
 def options_of(
     profile: LayerProfile,
     rows: Sequence[PipelineDevices],
