@@ -119,7 +119,7 @@ def scale(
     Where the row has a pipeline, `stages` says where stages begin if the plan does not. Where it
     divides layers, `tensor_plan` has a style of torch's for names of modules, which may have
     wildcards; models of Hugging Face have their own. Where it divides experts, `experts` names the
-    modules that have them (`scaling.experts`).
+    modules that have them (`scaling.tensor_plans`).
 
     Raises `DistributeError`, on every rank, where the plan is for other ranks, is not for this
     model, or is of a kind that is not executed; `OptionError` where it has no such row.

@@ -7,7 +7,7 @@ A stage runs its micro-batches in the order of GPipe (all forwards, then all bac
 (as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
 stage is sent while they compute. Where what a stage keeps is offloaded, it goes to the host behind
 its forward, which the next forward but one waits for, and comes back behind the turn before the
-last, so that no more than `hosted.HELD` micro-batches are on the device. Each stage
+last, so that no more than `HELD` micro-batches are on the device. Each stage
 updates at its end, on the device what rests there, and on the host, layer by layer, what rests
 there.
 

@@ -1,8 +1,8 @@
 """The list scheduler: one pass through the step that gives every move its place in it.
 
 In: a Problem, its Moves and Tactics. Out: tasks in order of issue, and the ops that were moved.
-Times are predictions (`engine.simulate` has the last word), memory is exact: see `clock` and
-`memory_ledger`. The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the
+Times are predictions (`engine.simulate` has the last word), memory is exact: see
+`books`. The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the
 updates on the device and the lane up.
 """
 
