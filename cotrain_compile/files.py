@@ -342,11 +342,11 @@ def refuse_unwritable(path: str | os.PathLike[str], option: str = "--output") ->
         ) from None
 
 
-def refuse_unwritable_folder(folder: Path, option: str = "--output") -> None:
+def refuse_unwritable_folder(folder: Path) -> None:
     """Make `folder` where it is not there; `OptionError` where nothing could be saved in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
-        raise OptionError(f"{option} {folder} cannot be made ({told}); give another") from None
-    refuse_unwritable(folder / f"{uuid4().hex}.json", option)
+        raise OptionError(f"--output {folder} cannot be made ({told}); give another") from None
+    refuse_unwritable(folder / f"{uuid4().hex}.json", "--output")

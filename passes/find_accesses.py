@@ -1,6 +1,6 @@
 """Accesses: what the nodes of a placed graph read and write, for `analysis.races`.
 
-In: a step graph with tasks. Out: its `Event`s in the order of its nodes, and the buffers that
+In: a step graph with tasks. Out: its `StepEvent`s in the order of its nodes, and the buffers that
 persist. A buffer here is memory on one tier, under the name of the node that makes it: a copy on
 the other tier is a buffer of its own, a view is none.
 
@@ -20,7 +20,7 @@ from typing import assert_never
 import torch
 from torch import fx
 
-from cotrain_compile.analysis.races import Event, Race, find_race
+from cotrain_compile.analysis.races import Race, StepEvent, find_race
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.graph.random_ops import generators_in, generators_of
@@ -46,7 +46,7 @@ def find_race_in(placed: StepGraph) -> Race | None:
     return find_race(list(find_accesses(placed)), {*lasting})
 
 
-def find_accesses(placed: StepGraph) -> Iterator[Event]:
+def find_accesses(placed: StepGraph) -> Iterator[StepEvent]:
     """What happens in a placed step, in the order of its nodes."""
     names = _buffer_names(placed)
     freed = _freed_after(placed, names)
@@ -59,16 +59,18 @@ def find_accesses(placed: StepGraph) -> Iterator[Event]:
 
 def _whole_events(
     placed: StepGraph, names: Mapping[fx.Node, str], freed: Mapping[fx.Node, tuple[str, ...]]
-) -> Iterator[Event]:
+) -> Iterator[StepEvent]:
     """The same; who touches all of what others touch in parts names the whole."""
     for node in placed.nodes:
         if node.op == "output":
-            yield Event("what the step returns", Lane.DEVICE, _named(node.all_input_nodes, names))
+            yield StepEvent(
+                "what the step returns", Lane.DEVICE, _named(node.all_input_nodes, names)
+            )
         elif node.op == "call_function":
             yield from _events_of(node, placed, names)
         if node in freed:
-            yield Event(f"freeing memory after {node.name}", Lane.DEVICE, writes=freed[node])
-    yield Event("the end of the step", Lane.DEVICE, writes=_outliving(placed), ends_step=True)
+            yield StepEvent(f"freeing memory after {node.name}", Lane.DEVICE, writes=freed[node])
+    yield StepEvent("the end of the step", Lane.DEVICE, writes=_outliving(placed), ends_step=True)
 
 
 def _outliving(placed: StepGraph) -> tuple[str, ...]:
@@ -114,16 +116,18 @@ def _groups(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple({f"group.{group_name_of(n)}": None for n in nodes if is_collective(n)})
 
 
-def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Iterator[Event]:
+def _events_of(
+    node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]
+) -> Iterator[StepEvent]:
     view = view_of(node)
     match view:
         case Wait(tasks):
-            yield Event(node.name, Lane.DEVICE, after=tuple(tasks))
+            yield StepEvent(node.name, Lane.DEVICE, after=tuple(tasks))
         case WaitPrevious(tasks):
-            yield Event(node.name, Lane.DEVICE, after_previous=tuple(tasks))
+            yield StepEvent(node.name, Lane.DEVICE, after_previous=tuple(tasks))
         case Offload() | Prefetch() | HostCast() | RegionCall():
             made = (names[node],) if _memory_on(view) is not None else ()
-            yield Event(f"the issue of {view.launch.task}", Lane.DEVICE, writes=made)
+            yield StepEvent(f"the issue of {view.launch.task}", Lane.DEVICE, writes=made)
             yield _task(node, view, placed, names)
         case None:
             if _computes(node):
@@ -132,15 +136,17 @@ def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -
             assert_never(view)
 
 
-def _op(node: fx.Node, names: Mapping[fx.Node, str]) -> Event:
+def _op(node: fx.Node, names: Mapping[fx.Node, str]) -> StepEvent:
     made = (names[node],) if viewed(node) is None else ()
     written = _named(_destinations(node), names)
     drawn = (*_generators(generators_of(node)), *_groups([node]))
     read = (*_named(node.all_input_nodes, names), *drawn)
-    return Event(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
+    return StepEvent(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
 
 
-def _task(node: fx.Node, view: TaskStart, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
+def _task(
+    node: fx.Node, view: TaskStart, placed: StepGraph, names: Mapping[fx.Node, str]
+) -> StepEvent:
     lane, read, written = _work(node, view, placed)
     drawn = _generators(generators_of(node))
     reads, writes = _named(read, names), _named(written, names)
@@ -148,7 +154,7 @@ def _task(node: fx.Node, view: TaskStart, placed: StepGraph, names: Mapping[fx.N
         whole = names[_on_host(view)]
         part = {whole: (_part_name(whole, view),)}
         reads, writes = _in_parts(reads, part), _in_parts(writes, part)
-    return Event(
+    return StepEvent(
         view.launch.task,
         lane,
         (*reads, *drawn),

@@ -21,7 +21,7 @@ from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
-from cotrain_compile.extract.regions.find import Found, find_regions
+from cotrain_compile.extract.regions.find import FoundRegion, find_regions
 from cotrain_compile.extract.regions.rows import Rows, part_shape
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
@@ -67,7 +67,7 @@ def split_ops(step: StepGraph, plan: Plan) -> StepGraph:
 
 
 class _Splitting:
-    def __init__(self, step: StepGraph, found: Found, parts: int) -> None:
+    def __init__(self, step: StepGraph, found: FoundRegion, parts: int) -> None:
         self.step, self.grown = step, found.grown
         self.window, *_ = self.windows = found.region.windows
         # What a part has, by what the whole step has: values, and its rows of values from outside.

@@ -61,7 +61,7 @@ Column = Callable[[Values, Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AlikeOps:
     """Ops that are alike, one of each of several updates: one call for all of their tensors.
 
     `compute` has their results from the `columns` of their arguments. Where it `copies` these are
@@ -112,7 +112,7 @@ class Call:
     exchanges: bool
     awaits: fx.Node | None
     is_plain: bool
-    rows: Sequence[Row] = ()
+    rows: Sequence[AlikeOps] = ()
     together: Sequence[fx.Node] = ()
 
     @property

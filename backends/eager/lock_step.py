@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.eager.calls import COPY, Call, Column, Row
+from cotrain_compile.backends.eager.calls import COPY, AlikeOps, Call, Column
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.bound_ops import list_op
 
 
-def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:
+def rows_of(updates: Sequence[Sequence[Call]]) -> list[AlikeOps]:
     """The rows of `updates`."""
     place = {call.node: number for number, call in enumerate(updates[0])}
     inside = {call.node for calls in updates for call in calls}
@@ -45,7 +45,7 @@ def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:
         nodes = [call.node for call in calls]
         columns = zip(*(node.args for node in nodes), strict=True)
         rows.append(
-            Row(
+            AlikeOps(
                 nodes=nodes,
                 compute=list_op(nodes),
                 columns=[_column(values, place) for values in columns],
@@ -135,7 +135,7 @@ class _Update:
         return sum(c.traced_bytes for c in made if not self.place.keys() >= c.node.users.keys())
 
 
-def in_lock_step(calls: Sequence[Call], room: Room) -> list[Call]:
+def in_lock_step(calls: Sequence[Call], room: PlannedPeak) -> list[Call]:
     """`calls` with the small updates that stand side by side in lock step."""
     found: list[Call] = []
     for are_updates, group in groupby(calls, lambda call: _may_join(call, room)):
@@ -147,7 +147,7 @@ def in_lock_step(calls: Sequence[Call], room: Room) -> list[Call]:
     return found
 
 
-def _may_join(call: Call, room: Room) -> bool:
+def _may_join(call: Call, room: PlannedPeak) -> bool:
     """Whether it is an op of an update that makes a tensor of known size, or writes one over."""
     value = call.node.meta.get("val")
     makes_one = call.node.target is COPY or (call.is_plain and call.is_new)
@@ -155,7 +155,7 @@ def _may_join(call: Call, room: Room) -> bool:
     return makes_one and is_known and call.node.name in room.param_of
 
 
-def _as_planned(stretch: Sequence[Call], room: Room) -> int:
+def _as_planned(stretch: Sequence[Call], room: PlannedPeak) -> int:
     """How many calls of a stretch of updates run as they are planned, for the sake of the peak.
 
     Where that is in updates alone, up to the end of the first of these: in another order there
@@ -169,7 +169,7 @@ def _as_planned(stretch: Sequence[Call], room: Room) -> int:
     return at + len(list(behind)) if at >= 0 else 0
 
 
-def _in_rows(calls: list[Call], room: Room) -> list[Call]:
+def _in_rows(calls: list[Call], room: PlannedPeak) -> list[Call]:
     """A stretch of updates, in lock step where that fits."""
     by_param: dict[str, list[Call]] = {}
     for call in calls:
@@ -183,7 +183,7 @@ def _in_rows(calls: list[Call], room: Room) -> list[Call]:
     return _freeing([call for chunk in chunks for call in _calls_of(chunk)], calls)
 
 
-def _chunks(updates: Sequence[_Update], room: Room) -> list[list[_Update]]:
+def _chunks(updates: Sequence[_Update], room: PlannedPeak) -> list[list[_Update]]:
     """`updates` by those that run in lock step, in a new order; none where that does not fit."""
     first, chunks = updates[0].calls[0], list[list[_Update]]()
     used_bytes = room.used_bytes[first.node.name] - first.traced_bytes * first.is_new
@@ -247,7 +247,7 @@ def _hidden(call: Call) -> set[fx.Node]:
     return set(call.nodes) - kept - {call.node}
 
 
-class Room:
+class PlannedPeak:
     """What a plan has alive on the device.
 
     By op there, `param_of` names the parameter that it updates, `used_bytes` is what is alive then;

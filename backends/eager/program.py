@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.eager.calls import Call, Row, Write, calls_of
-from cotrain_compile.backends.eager.lock_step import Room, in_lock_step
+from cotrain_compile.backends.eager.calls import AlikeOps, Call, Write, calls_of
+from cotrain_compile.backends.eager.lock_step import PlannedPeak, in_lock_step
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.distribute.meet import first_line
 from cotrain_compile.errors import CotrainError, ExchangeFailed
@@ -58,7 +58,7 @@ class EagerProgram:
         before_write: Callable[[], None],
         more_writes: Mapping[fx.Node, Sequence[Write]] | None = None,
         before_exchange: Callable[[fx.Node], None] = _alone,
-        room: Room | None = None,
+        room: PlannedPeak | None = None,
     ) -> None:
         graph = placed.module.graph
         self.written: list[Write] = []
@@ -189,7 +189,7 @@ class EagerProgram:
             return [item if i in call.last_readers else None for i, item in enumerate(result)]
         return result
 
-    def _run_rows(self, rows: Sequence[Row]) -> Any:
+    def _run_rows(self, rows: Sequence[AlikeOps]) -> Any:
         """The result of their last node. What is made in rows is counted by its bytes."""
         env, made, nbytes = self.env, list[Any](), list[int]()
         for row in rows:
@@ -221,7 +221,7 @@ class EagerProgram:
         if self._counts and nbytes:
             self._meter.hold(nbytes, Tier.DEVICE, where)
 
-    def _note_writes(self, call: Call | Row) -> None:
+    def _note_writes(self, call: Call | AlikeOps) -> None:
         if call.writes and not self._rehearses:
             self._before_write()
             self.written += call.writes

@@ -37,7 +37,7 @@ MOST_OPS = 400
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LayerOps:
     """Consecutive `ops` of one `layer`; `name` is unique in the step and tells where it is."""
 
     name: str
@@ -47,7 +47,7 @@ class Stretch:
 
 def partition(
     graph: fx.Graph, layer_of: Mapping[str, str], is_alone: Callable[[fx.Node], bool]
-) -> tuple[Stretch, ...]:
+) -> tuple[LayerOps, ...]:
     """The stretches of `graph` in their order. `is_alone` says which ops belong to none.
 
     Views are no part of a stretch: what needs one makes it. An item of a tuple goes with the op
@@ -55,10 +55,10 @@ def partition(
     """
     names: dict[str, int] = {}
 
-    def named(layer: str, ops: list[fx.Node]) -> Stretch:
+    def named(layer: str, ops: list[fx.Node]) -> LayerOps:
         name = layer or "outside"
         names[name] = names.get(name, -1) + 1
-        return Stretch(f"{name}:{names[name]}", layer, tuple(ops))
+        return LayerOps(f"{name}:{names[name]}", layer, tuple(ops))
 
     return tuple(named(layer, ops) for layer, ops in _runs(graph, layer_of, is_alone))
 

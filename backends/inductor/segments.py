@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.inductor.partition import Stretch, base_of, is_shown
+from cotrain_compile.backends.inductor.partition import LayerOps, base_of, is_shown
 from cotrain_compile.graph import StepGraph, graph_module, shape
 from cotrain_compile.passes.views import COPY
 
@@ -58,7 +58,7 @@ class SegmentedStep:
 
 
 def segmented(
-    placed: StepGraph, stretches: Sequence[Stretch], sizes: Sizes, mode: Any
+    placed: StepGraph, stretches: Sequence[LayerOps], sizes: Sizes, mode: Any
 ) -> SegmentedStep:
     """`placed` with a call of a segment in the place of each stretch.
 
@@ -83,7 +83,7 @@ class _Joiner:
     """Builds the graph around the segments, node by node of the placed graph."""
 
     def __init__(
-        self, placed: StepGraph, stretches: Sequence[Stretch], sizes: Sizes, mode: Any
+        self, placed: StepGraph, stretches: Sequence[LayerOps], sizes: Sizes, mode: Any
     ) -> None:
         self.graph = fx.Graph()
         self.segments: dict[str, Segment] = {}
@@ -111,7 +111,7 @@ class _Joiner:
             self._values[node] = self.graph.node_copy(node, self._value)
         return self._values[node]
 
-    def _call(self, stretch: Stretch) -> None:
+    def _call(self, stretch: LayerOps) -> None:
         builder = _Builder(stretch, self._sizes)
         results = [n for op in stretch.ops for n in self._needed.get(op, ())]
         module = builder.finish(results)
@@ -136,7 +136,7 @@ class _Joiner:
 class _Builder:
     """Builds the graph of one segment."""
 
-    def __init__(self, stretch: Stretch, sizes: Sizes) -> None:
+    def __init__(self, stretch: LayerOps, sizes: Sizes) -> None:
         self.graph = fx.Graph()
         self.inputs: list[fx.Node] = []
         self.written: dict[fx.Node, fx.Node] = {}  # the value each input gets
@@ -208,7 +208,7 @@ class _Builder:
 
 
 def _needed_outside(
-    graph: fx.Graph, stretch_of: Mapping[fx.Node, Stretch]
+    graph: fx.Graph, stretch_of: Mapping[fx.Node, LayerOps]
 ) -> dict[fx.Node, list[fx.Node]]:
     """For each op of a stretch, those of its results with a use outside: itself or its items."""
     needed: dict[fx.Node, list[fx.Node]] = {}

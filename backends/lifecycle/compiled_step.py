@@ -14,18 +14,17 @@ from torch import fx
 from torch.profiler import record_function
 
 from cotrain_compile.analysis.throughput import Throughput, throughput
-from cotrain_compile.backends.eager.lock_step import Room
+from cotrain_compile.backends.eager.lock_step import PlannedPeak
 from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram, Measurement
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
-from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import GO_ON, Tail, few, wait_for_tails
 from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
 from cotrain_compile.backends.lifecycle.one_home import (
     memory_of,
     refuse_given_in,
     refuse_two_homes,
 )
-from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
 from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.distribute.agree import ALONE, Together
@@ -81,7 +80,7 @@ class CompiledStep(PlannedStep):
         asks = together.exchange_begins
         if lowered is None:
             # On a card list ops are kernels of their own, of which nobody promises the same bits.
-            room = Room(problem, plan) if device.compute_device.type == "cpu" else None
+            room = PlannedPeak(problem, plan) if device.compute_device.type == "cpu" else None
             self._program = EagerProgram(
                 graph, device, self._signals.hold, before_exchange=asks, room=room
             )

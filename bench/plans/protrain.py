@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.placement.recompute.regions import (
-    Region,
+    RecomputeRegion,
     inside,
     made_again,
     regions_of,
@@ -37,7 +37,7 @@ def interleaved(
     of one has the time in which the next ones are made again. Where the step has several
     micro-batches, so in each. Raises ValueError where a micro-batch has fewer blocks.
     """
-    to_swap, to_make_again = list[Region](), list[Region]()
+    to_swap, to_make_again = list[RecomputeRegion](), list[RecomputeRegion]()
     for blocks in _by_backward(dataflow, regions_of(dataflow, recomputable)):
         count = swapped + checkpointed
         if min(swapped, checkpointed) < 0 or count > len(blocks):
@@ -50,7 +50,7 @@ def interleaved(
     )
 
 
-def _saved_in(dataflow: Dataflow, regions: Sequence[Region]) -> frozenset[str]:
+def _saved_in(dataflow: Dataflow, regions: Sequence[RecomputeRegion]) -> frozenset[str]:
     """All that ops of `regions` make, for no other region, and that the backward reads.
 
     The low-precision copy of a parameter is not among it: it is the parameter's.
@@ -67,10 +67,12 @@ def _saved_in(dataflow: Dataflow, regions: Sequence[Region]) -> frozenset[str]:
     return frozenset(saved_bytes(dataflow, own))
 
 
-def _by_backward(dataflow: Dataflow, regions: Iterable[Region]) -> list[list[Region]]:
+def _by_backward(
+    dataflow: Dataflow, regions: Iterable[RecomputeRegion]
+) -> list[list[RecomputeRegion]]:
     """The regions before each backward."""
     backward = [i for i, op in enumerate(dataflow.ops) if op.phase is Phase.BACKWARD]
-    groups: dict[int, list[Region]] = {}
+    groups: dict[int, list[RecomputeRegion]] = {}
     for region in regions:
         before = next((n for n, i in enumerate(backward) if i > region.ops[-1]), len(backward))
         groups.setdefault(before, []).append(region)

@@ -41,7 +41,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.lanes import Lane
+from cotrain_compile.runtime.lanes import WorkerLane
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 
@@ -221,7 +221,9 @@ def _like(value: Any) -> Any:
 # Measuring.
 
 
-def seconds_in_turn(works: dict[str, Work], lane: Lane, repeats: int) -> dict[str, list[float]]:
+def seconds_in_turn(
+    works: dict[str, Work], lane: WorkerLane, repeats: int
+) -> dict[str, list[float]]:
     """Seconds of each work on the lane, round by round, after one round that warms up."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for number in range(repeats + 1):
@@ -234,7 +236,7 @@ def seconds_in_turn(works: dict[str, Work], lane: Lane, repeats: int) -> dict[st
     return found
 
 
-def gaps_in_turn(works: dict[str, Work], lane: Lane, repeats: int) -> dict[str, list[float]]:
+def gaps_in_turn(works: dict[str, Work], lane: WorkerLane, repeats: int) -> dict[str, list[float]]:
     """The longest time that a spinning thread stood still in each run of each work."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
@@ -275,7 +277,7 @@ def spinning() -> Iterator[list[float]]:
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Seconds, rates, our speed as a multiple of ATen's, and gaps."""
-    own, lane = updates(case), Lane("host")
+    own, lane = updates(case), WorkerLane("host")
     count = sum(update.param.numel() for update in own)
     source, copied = (torch.ones(count) for _ in range(2))
     works: dict[str, Work] = {

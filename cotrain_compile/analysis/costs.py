@@ -75,7 +75,7 @@ def roofline(
     loop as well on a device that `fuses_updates`, whatever its optimizer; its ops share the time by
     the bytes they move. An op takes as many times its roofline as the device has as a factor for
     its kind; where it has any and runs `compiled` code, None where one that `fuses_updates` does,
-    what is limited by memory moves the bytes of its kernel (`fusion`).
+    what is limited by memory moves the bytes of its kernel (`kernels`).
     """
     network_s = _network_s(dataflow, machine)
     factors = machine.device.factors

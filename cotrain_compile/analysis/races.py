@@ -24,7 +24,7 @@ IN_ORDER = (Lane.D2H, Lane.H2D)
 
 
 @dataclass(frozen=True)
-class Event:
+class StepEvent:
     """Something that the device does (`lane` DEVICE), or the issue of a task on another lane.
 
     A task comes after the tasks in `after`, the device goes on after them; `after_previous` are
@@ -59,7 +59,7 @@ class Race:
         return f"nothing orders {self.first} and {self.second}{about}: {self.missing}"
 
 
-def find_race(events: Sequence[Event], persistent: Collection[str]) -> Race | None:
+def find_race(events: Sequence[StepEvent], persistent: Collection[str]) -> Race | None:
     """The first race of a step that is run again and again, None where there is none.
 
     Buffers that are not `persistent` are made anew in every step. The step is followed twice: tasks
@@ -97,7 +97,7 @@ class _Order:
         self.readers = {name: tasks for name, tasks in self.readers.items() if name in persistent}
         self.writers = {name: tasks for name, tasks in self.writers.items() if name in persistent}
 
-    def add(self, event: Event) -> Race | None:
+    def add(self, event: StepEvent) -> Race | None:
         """The race that `event` has with one before it; where there is none, it is noted."""
         for name in event.after:
             if name not in self.closure:
@@ -116,7 +116,7 @@ class _Order:
             self._note(event, before)
         return None
 
-    def _before(self, event: Event) -> int:
+    def _before(self, event: StepEvent) -> int:
         before = self.known
         for name in event.after:
             before |= self.closure[name]
@@ -124,7 +124,7 @@ class _Order:
             before |= self.previous.get(name, 0)
         return before | self.last.get(event.lane, 0)
 
-    def _note(self, task: Event, before: int) -> None:
+    def _note(self, task: StepEvent, before: int) -> None:
         bit = 1 << len(self.names)
         self.names.append(task.name)
         self.closure[task.name] = before | bit
@@ -137,7 +137,7 @@ class _Order:
         for buffer in task.writes:
             self.writers[buffer] = self.writers.get(buffer, 0) | bit
 
-    def _race(self, buffer: str, late: int, event: Event) -> Race:
+    def _race(self, buffer: str, late: int, event: StepEvent) -> Race:
         number = (late & -late).bit_length() - 1
         first = self.names[number] + (" of the step before" if number < self.begun_at else "")
         if event.lane is Lane.DEVICE:
@@ -145,7 +145,7 @@ class _Order:
         return Race(buffer, first, event.name, f"{event.name} does not come after the first")
 
 
-def _left_to_the_next(events: Iterable[Event]) -> frozenset[str]:
+def _left_to_the_next(events: Iterable[StepEvent]) -> frozenset[str]:
     """The tasks that only the next step waits for."""
     device = [event for event in events if event.lane is Lane.DEVICE]
     here = {name for event in device for name in event.after}

@@ -1,7 +1,7 @@
 """Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
 
 torch.compile(step) --Dynamo, changed by `hook`--> graph of torch calls
-  --`aot`--> ATen graph --`kernel_values`--> --`rematerialise`--> --`prepare`-->
+  --`aot`--> ATen graph --`kernel_values`--> --`remat`--> --`prepare`-->
   --`inputs`, `phases`--> StepGraph
 """
 

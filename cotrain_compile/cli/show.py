@@ -41,7 +41,7 @@ from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
 from cotrain_compile.viz.graph.picture import MOST_BOXES, picture
 from cotrain_compile.viz.graph.picture import Level as BoxLevel
-from cotrain_compile.viz.graph.rows import Row, rows, rows_text, write_rows
+from cotrain_compile.viz.graph.rows import LayerRow, rows, rows_text, write_rows
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
@@ -241,7 +241,7 @@ def diff(
     console.print(describe_diff(old, new, dataflow))
 
 
-class Level(StrEnum):
+class GraphLevel(StrEnum):
     """How far a step is folded."""
 
     KIND = "kind"
@@ -250,10 +250,10 @@ class Level(StrEnum):
     OP = "op"
 
 
-_BOXED: Mapping[Level, BoxLevel] = {
-    Level.MODEL: "model",
-    Level.LAYER: "layer",
-    Level.OP: "op",
+_BOXED: Mapping[GraphLevel, BoxLevel] = {
+    GraphLevel.MODEL: "model",
+    GraphLevel.LAYER: "layer",
+    GraphLevel.OP: "op",
 }
 
 
@@ -263,7 +263,7 @@ def graph(
         Path | None, typer.Option(help="Draw the step as this plan.json places it.")
     ] = None,
     level: Annotated[
-        Level | None,
+        GraphLevel | None,
         typer.Option(
             help="kind: a row for each kind of layers, with what the plan does to it as marks. "
             "Else boxes and arrows: a box is a phase of the model, a layer or an op. "
@@ -291,8 +291,8 @@ def graph(
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
     is_dot = output is not None and output.suffix == ".dot"
-    level = level or (Level.LAYER if layer or boxes or is_dot else Level.KIND)
-    if level is Level.KIND:
+    level = level or (GraphLevel.LAYER if layer or boxes or is_dot else GraphLevel.KIND)
+    if level is GraphLevel.KIND:
         _draw_rows(rows(dataflow, placed), output, as_json=as_json)
         return
     most = boxes or MOST_BOXES
@@ -306,7 +306,7 @@ def graph(
         console.print(f"wrote {output}: {len(drawn.boxes)} boxes, {len(drawn.arrows)} arrows")
 
 
-def _draw_rows(drawn: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
+def _draw_rows(drawn: Sequence[LayerRow], output: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json(drawn)
     elif output is None:

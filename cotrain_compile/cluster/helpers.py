@@ -252,9 +252,7 @@ class HelperVerdict:
         return f"use the CPU machines: {figures}, {self.gain:.3f} times as fast"
 
 
-def judge_helpers(
-    profile: LayerProfile, cluster: Cluster, samples: int, *, bytes_per_gradient: int = 4
-) -> HelperVerdict:
+def judge_helpers(profile: LayerProfile, cluster: Cluster, samples: int) -> HelperVerdict:
     """Whether the CPU machines of `cluster` should sum the gradients of a data-parallel step.
 
     Every device works on `samples`. Machines of several kinds each count as the slowest of these,
@@ -284,7 +282,6 @@ def judge_helpers(
         helper_rate or rate,
         sharing.machines,
         update_bytes_per_parameter=ADAMW_BYTES_PER_PARAMETER,
-        bytes_per_gradient=bytes_per_gradient,
     )
     helpers_s = max(sharing.seconds, *(_to_host_s(group, nbytes) for group in worked))
     if not work.sums:

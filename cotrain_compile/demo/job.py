@@ -31,7 +31,7 @@ SEEDS_APART = 1_000
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """A model with its optimizer, and the data it trains on: `rows` windows of `text` a step.
 
     `seed` is that of its batches, which differ from rank to rank.
@@ -69,7 +69,7 @@ def standard_library() -> Tensor:
     return torch.from_numpy(codes.copy())
 
 
-def new_job(text: Tensor, *, shape: Shape, rows: int, seed: int) -> Job:
+def new_job(text: Tensor, *, shape: Shape, rows: int, seed: int) -> DemoJob:
     """A freshly initialised job: the same numbers for the same seed.
 
     In a process group its model is the group's, and its batches are those of this rank.
@@ -80,10 +80,10 @@ def new_job(text: Tensor, *, shape: Shape, rows: int, seed: int) -> Job:
         model = DistributedDataParallel(model)
         seed += SEEDS_APART * dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return Job(model, optimizer, text, shape, rows, seed)
+    return DemoJob(model, optimizer, text, shape, rows, seed)
 
 
-def training_step(job: Job) -> Step:
+def training_step(job: DemoJob) -> Step:
     """One whole training step of `job`, in plain PyTorch."""
     model, optimizer = job.model, job.optimizer
 
@@ -103,7 +103,7 @@ def compiled(step: Step, options: dict[str, Any]) -> Step:
     return torch.compile(step, backend="cotrain", options=options)
 
 
-def train(job: Job, step: Step, first: int, last: int) -> Iterator[StepResult]:
+def train(job: DemoJob, step: Step, first: int, last: int) -> Iterator[StepResult]:
     """Run steps `first` to `last - 1`, one for each item taken."""
     for number in range(first, last):
         inputs, targets = batch(job.text, number, job.rows, job.shape.context, job.seed)
@@ -134,7 +134,7 @@ class Shape:
     heads: int = 6
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a two-layer perceptron, each behind a norm and around a skip connection."""
 
     def __init__(self, shape: Shape) -> None:
@@ -169,7 +169,7 @@ class CharacterGPT(nn.Module):
         super().__init__()
         self.character = nn.Embedding(shape.characters, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.characters, bias=False)
         for module in self.modules():

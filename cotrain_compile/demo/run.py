@@ -29,7 +29,7 @@ from cotrain_compile import files
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.job import (
-    Job,
+    DemoJob,
     Shape,
     Step,
     StepResult,
@@ -105,7 +105,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """All steps by plans and in eager; `timelines` are those that the last plan is judged by."""
 
     placed: CompiledStep
@@ -149,14 +149,14 @@ class Outcome:
         }
 
 
-def run(settings: Settings, console: Console) -> Outcome:
+def run(settings: Settings, console: Console) -> DemoOutcome:
     """Run the demo and return what it has found."""
     with ranks_of_torchrun("cpu") as rank, device_and_host():
         settings.output.mkdir(parents=True, exist_ok=True)
         return _run(settings, console if rank == 0 else Console(quiet=True))
 
 
-def _run(settings: Settings, console: Console) -> Outcome:
+def _run(settings: Settings, console: Console) -> DemoOutcome:
     text = standard_library()
     job = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
     _say_what_it_is(job, console)
@@ -169,7 +169,7 @@ def _run(settings: Settings, console: Console) -> Outcome:
     eager, _ = _train(twin, training_step(twin), (0, settings.steps), console, "eager")
 
     console.print("\n6. Result", style="bold")
-    outcome = Outcome(placed, results, timelines, eager)
+    outcome = DemoOutcome(placed, results, timelines, eager)
     _report(console, outcome)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _write_folder(settings.output, outcome, console)
@@ -187,7 +187,7 @@ def device_and_host() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _say_what_it_is(job: Job, console: Console) -> None:
+def _say_what_it_is(job: DemoJob, console: Console) -> None:
     console.print(
         f"A character-level GPT with {job.parameters / 1e6:.1f} M parameters, AdamW, clipped "
         f"gradients.\nText: {len(job.text) / 1e6:.1f} M characters of Python's standard library.\n"
@@ -234,7 +234,7 @@ def _of_the_first_rank(machine: Machine, path: Path) -> Machine:
 
 
 def _train_by_plans(
-    job: Job, machine: Path | str, settings: Settings, console: Console
+    job: DemoJob, machine: Path | str, settings: Settings, console: Console
 ) -> tuple[CompiledStep, list[StepResult], list[Timeline]]:
     """All steps of the demo: some by a plan from the machine's rates, the others from times."""
     step = compiled(training_step(job), settings.options(machine))
@@ -269,7 +269,7 @@ def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Pat
 
 
 def _train(
-    job: Job, step: Step, steps: tuple[int, int], console: Console, title: str
+    job: DemoJob, step: Step, steps: tuple[int, int], console: Console, title: str
 ) -> tuple[list[StepResult], list[Timeline]]:
     """Train from the first of `steps` up to the second; with the timelines of a compiled step."""
     results: list[StepResult] = []
@@ -308,7 +308,7 @@ def _show_rules(console: Console, placed: CompiledStep) -> None:
     console.print(table, soft_wrap=False)
 
 
-def _report(console: Console, outcome: Outcome) -> None:
+def _report(console: Console, outcome: DemoOutcome) -> None:
     """Plan, memory and times, and how far the losses of both runs are apart."""
     placed, results, eager = outcome.placed, outcome.results, outcome.eager
     peak = max(timeline.peak_bytes[Tier.DEVICE] for timeline in outcome.timelines)
@@ -331,7 +331,7 @@ def _report(console: Console, outcome: Outcome) -> None:
     )
 
 
-def _write_folder(folder: Path, outcome: Outcome, console: Console) -> None:
+def _write_folder(folder: Path, outcome: DemoOutcome, console: Console) -> None:
     """Report and timelines, beside the step's own files, and a line for each file."""
     problem, plan = outcome.placed.problem, outcome.placed.plan
     timelines = (outcome.placed.predicted, outcome.typical)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Job, Role
+from cotrain_compile.extract.op_flops import hint
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.support.units import format_bytes
 
@@ -25,7 +26,7 @@ def masked_attention(step: StepGraph) -> tuple[str, ...]:
     masks = [mask for node in step.nodes for mask in _masks_read(node)]
     if not masks:
         return ()
-    nbytes = max(_hint(value.numel()) * value.element_size() for value in map(_value, masks))
+    nbytes = max(hint(value.numel()) * value.element_size() for value in map(_value, masks))
     return (
         f"{len(masks)} attentions read a mask (the largest has {format_bytes(nbytes)} over all its "
         "dimensions), with which a card runs no flash attention; where the mask is only causal, "
@@ -50,11 +51,6 @@ def _value(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _hint(size: Any) -> int:
-    """A size for the traced shapes, without fixing a dynamic one."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-
 # Wrap a model without being one.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
@@ -63,7 +59,7 @@ def job_of(step: StepGraph) -> Job:
     """The class of the outermost module that most ops are in, and the shapes of the batch."""
     models = Counter(_outermost(step))
     batch = {
-        item.name: tuple(map(_hint, value.shape))
+        item.name: tuple(map(hint, value.shape))
         for node in step.nodes
         if node.op == "placeholder"
         and (item := step.input_of_node[node.name]).role is Role.BATCH

@@ -174,7 +174,7 @@ def _transform(args: Bound, out: Any) -> Any:
     x = args["self"]
     real = isinstance(out, torch.Tensor) and not (x.is_complex() and out.is_complex())
     full = out if x.is_complex() and not out.is_complex() else x  # c2r reads half a spectrum
-    length = prod(_hint(full.shape[dim]) for dim in args["dim"])
+    length = prod(hint(full.shape[dim]) for dim in args["dim"])
     depth = round(5 * log2(max(2, length)))
     return full.numel() * depth // (2 if real else 1)
 
@@ -189,7 +189,8 @@ def _distances_backward(args: Bound, out: Any) -> Any:
     return 4 * args["grad"].numel() * args["x1"].shape[-1]
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
+    """A size for the traced shapes, without fixing a dynamic one."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 

@@ -20,7 +20,7 @@ class SummaryWriter(Protocol):
         """Write one number."""
 
 
-class Run(Protocol):
+class TrackerRun(Protocol):
     """What of a run of W&B, `wandb.init()`, is used."""
 
     def log(self, data: dict[str, Any], step: int) -> Any:
@@ -35,6 +35,8 @@ def to_tensorboard(
         writer.add_scalar(name, value, number)
 
 
-def to_wandb(run: Run, step: Callable[..., Any], number: int, tokens: float | None = None) -> None:
+def to_wandb(
+    run: TrackerRun, step: Callable[..., Any], number: int, tokens: float | None = None
+) -> None:
     """The same to a run of W&B."""
     run.log(scalars(step, tokens, PREFIX), step=number)

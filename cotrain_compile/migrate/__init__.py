@@ -1,6 +1,6 @@
 """Migrate: a training configuration of another framework, in terms of this one.
 
-Rooms from the top down: `read` knows which framework a file is of; each framework has a module that
-says what its settings mean; `step_text` writes the step to train with; `counterparts` and
-`training` are the data. No torch.
+Rooms from the top down: `read` knows which framework a file is of, and writes the step to train
+with; each framework has a module that says what its settings mean; `counterparts` are the data. No
+torch.
 """

@@ -1,9 +1,10 @@
 """Cut: the part of a model that one stage of a pipeline runs.
 
-In: a model and its `Visits`. Out: a `Part` for a stage. It runs the model's own forward, from the
-module where the stage begins to the one where the next begins. Modules of other stages are not in
-it. Where the forward calls one of them before the stage begins, it gets NaN; so a model that hands
-on anything beside the first argument of a split point is found out, by a trial with one batch.
+In: a model and its `Visits`. Out: a `StagePart` for a stage. It runs the model's own forward, from
+the module where the stage begins to the one where the next begins. Modules of other stages are not
+in it. Where the forward calls one of them before the stage begins, it gets NaN; so a model that
+hands on anything beside the first argument of a split point is found out, by a trial with one
+batch.
 
 Visits: in which stage of a pipeline each module of a model runs, and what it gives.
 
@@ -35,11 +36,15 @@ class Reached(Exception):
         self.value = value
 
 
-class Part:
+class StagePart:
     """What a stage runs: `module` has the parameters that are its own, by the model's names."""
 
     def __init__(
-        self, module: nn.Module, begins_at: str, enters: Shape | None, leaves: Shape | None
+        self,
+        module: nn.Module,
+        begins_at: str,
+        enters: TensorShape | None,
+        leaves: TensorShape | None,
     ) -> None:
         """`begins_at` is "" for the first stage; `leaves` is None for the last one."""
         self.module = module
@@ -83,7 +88,7 @@ class _Behind(nn.Module):
         raise Reached(value)
 
 
-def cut(model: nn.Module, split_points: Sequence[str], found: Visits, stage: int) -> Part:
+def cut(model: nn.Module, split_points: Sequence[str], found: Visits, stage: int) -> StagePart:
     """The part of `model` for `stage`; parameters are shared with it.
 
     Raises `DistributeError` where parameters are used in several stages.
@@ -97,7 +102,7 @@ def cut(model: nn.Module, split_points: Sequence[str], found: Visits, stage: int
             _replace(module, name, stand_in)
     if stage:
         _poison_parameters_of_containers(module, owners)
-    return Part(
+    return StagePart(
         module,
         split_points[stage - 1] if stage else "",
         found.crossing[stage - 1] if stage else None,
@@ -115,7 +120,7 @@ def keep(model: nn.Module, split_points: Sequence[str], found: Visits, stages: s
         _poison_parameters_of_containers(model, owners)
 
 
-def try_out(part: Part, batch: Sequence[torch.Tensor]) -> None:
+def try_out(part: StagePart, batch: Sequence[torch.Tensor]) -> None:
     """Run `part` once in eager on `batch` and made-up activations, and leave no trace.
 
     Raises `DistributeError` where it reads more of earlier stages than what enters it.
@@ -181,7 +186,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorShape:
     """A tensor that a module takes or gives."""
 
     size: tuple[int, ...]
@@ -205,12 +210,13 @@ class Visits:
     """`stage` has by module all stages in which it runs; `given` what it gave the first time.
 
     Modules are units: the outermost with no split point below them. `crossing` has what enters each
-    stage after the first. In `given` a floating tensor is a `Shape`, all else what the run gave.
+    stage after the first. In `given` a floating tensor is a `TensorShape`, all else what the run
+    gave.
     """
 
     stage: Mapping[str, frozenset[int]]
     given: Mapping[str, Any]
-    crossing: tuple[Shape, ...]
+    crossing: tuple[TensorShape, ...]
 
 
 def visits(model: nn.Module, split_points: Sequence[str], batch: Sequence[torch.Tensor]) -> Visits:
@@ -276,7 +282,7 @@ class _Recorder:
     def __init__(self, split_points: Sequence[str]) -> None:
         self._points = frozenset(split_points)
         self.entered: list[str] = []
-        self.crossing: list[Shape] = []
+        self.crossing: list[TensorShape] = []
         self.stage: dict[str, set[int]] = {}
         self.given: dict[str, Any] = {}
         self._inside = 0
@@ -309,7 +315,7 @@ class _Recorder:
 
 def _shape(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return Shape(tuple(value.shape), value.dtype, value.device)
+        return TensorShape(tuple(value.shape), value.dtype, value.device)
     return value
 
 

@@ -25,7 +25,7 @@ from cotrain_compile.entry.compiled import inspect
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
-from cotrain_compile.pipelining.cut import Part
+from cotrain_compile.pipelining.cut import StagePart
 from cotrain_compile.pipelining.swapped import Swapped
 from cotrain_compile.support.units import Size, format_bytes
 
@@ -47,7 +47,7 @@ class TurnBudgets:
     held: int
     rests_on_host: bool
 
-    def less(self, beside: Beside) -> TurnBudgets:
+    def less(self, beside: OtherStages) -> TurnBudgets:
         """What is left for turns that are not alone on the device.
 
         Raises `PlacementError` where nothing is.
@@ -72,14 +72,14 @@ class TurnBudgets:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherStages:
     """Bytes of other stages on the device, beside the forwards and the backwards of each stage."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
 
-def beside_swapped(param_bytes: Sequence[int], gradient_bytes: Sequence[int]) -> Beside:
+def beside_swapped(param_bytes: Sequence[int], gradient_bytes: Sequence[int]) -> OtherStages:
     """Where stages with so many bytes come ahead of their turns.
 
     Beside forwards are the parameters of the stage after. Backwards come in reverse: beside them
@@ -88,7 +88,7 @@ def beside_swapped(param_bytes: Sequence[int], gradient_bytes: Sequence[int]) ->
     """
     before, after = (0, *param_bytes[:-1]), param_bytes[1:]
     going = (*gradient_bytes[1:], 0)
-    return Beside(
+    return OtherStages(
         (*after, before[-1]), tuple(n + gone for n, gone in zip(before, going, strict=True))
     )
 
@@ -130,7 +130,7 @@ class StageMemory:
     def __init__(
         self,
         options: Mapping[str, Any],
-        parts: Sequence[Part],
+        parts: Sequence[StagePart],
         budgets: TurnBudgets | None,
         swaps: Swapped | None,
     ) -> None:
@@ -139,12 +139,12 @@ class StageMemory:
         self._options = options
         self._place = {id(part): place for place, part in enumerate(parts)}
 
-    def of_forward(self, part: Part) -> Mapping[str, Any]:
+    def of_forward(self, part: StagePart) -> Mapping[str, Any]:
         """Options of the forward."""
         budgets = self.budgets
         return self._of_turn(None if budgets is None else budgets.forward[self._place[id(part)]])
 
-    def of_backward(self, part: Part) -> Mapping[str, Any]:
+    def of_backward(self, part: StagePart) -> Mapping[str, Any]:
         """Options of the backward, or of the whole turn of the last stage."""
         budgets = self.budgets
         return self._of_turn(None if budgets is None else budgets.backward[self._place[id(part)]])
@@ -155,7 +155,7 @@ class StageMemory:
         at_home = self.swaps is not None or (budgets is not None and budgets.rests_on_host)
         return self._within(None if budgets is None else budgets.update, at_home)
 
-    def bring(self, part: Part) -> Callable[[bool], None] | None:
+    def bring(self, part: StagePart) -> Callable[[bool], None] | None:
         """What brings the parameters of `part`; None where they are there all the time."""
         if self.swaps is None:
             return None
@@ -178,7 +178,7 @@ class StageMemory:
             self.swaps.leave()
             self.swaps.count_from_now()
 
-    def require_whole(self, part: Part, functions: Sequence[Callable[..., Any]]) -> None:
+    def require_whole(self, part: StagePart, functions: Sequence[Callable[..., Any]]) -> None:
         """Raise `PlacementError` where a stage that comes as a whole is more than fits."""
         if self.swaps is None:
             return
@@ -207,7 +207,9 @@ class StageMemory:
         return {**self._options, **home, **size}
 
 
-def stage_memory(parts: Sequence[Part], plan: StagePlan, options: Mapping[str, Any]) -> StageMemory:
+def stage_memory(
+    parts: Sequence[StagePart], plan: StagePlan, options: Mapping[str, Any]
+) -> StageMemory:
     """What the turns of `parts` are compiled with; parameters are still those of the model.
 
     Raises `PlacementError` where what goes from stage to stage leaves nothing, `DistributeError`
@@ -233,7 +235,7 @@ def stage_memory(parts: Sequence[Part], plan: StagePlan, options: Mapping[str, A
 
 
 def _budgets(
-    parts: Sequence[Part],
+    parts: Sequence[StagePart],
     plan: StagePlan,
     options: Mapping[str, Any],
     param_bytes: Sequence[int],

@@ -26,7 +26,7 @@ from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
 from cotrain_compile.pipelining.grid import Grid, divide
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
 from cotrain_compile.pipelining.together import (
-    Together,
+    StageRanks,
     compared,
     refuse_norms_of_parts,
     torch_takes_norms,
@@ -55,7 +55,7 @@ class Pipeline:
         schedule: Any,
         gradients: Gradients,
         memory: StageMemory,
-        ranks: Together,
+        ranks: StageRanks,
         grid: Grid,
     ) -> None:
         self.plan = plan
@@ -203,7 +203,7 @@ def pipeline(
             "pipeline() needs a process group: start the script by torchrun, and call "
             "torch.distributed.init_process_group() before"
         )
-    ranks = Together()
+    ranks = StageRanks()
     grid = ranks.make(lambda: Grid(mesh))
     read = ranks.make(lambda: plan if isinstance(plan, StagePlan) else read_plan(plan, strategy))
     samples = (*batch, target)
@@ -244,7 +244,7 @@ def _made(
     loss_fn: LossFunction,
     batch: Sequence[torch.Tensor],
     options: Mapping[str, Any],
-    together: Together,
+    together: StageRanks,
     grid: Grid,
     tensor_plan: Mapping[str, ParallelStyle],
 ) -> Pipeline:

@@ -8,8 +8,8 @@ Nothing else of the rank is on the device meanwhile; or, with `ahead`, the param
 that comes next, and the gradients of the one before, on their way home until the next one comes.
 
 The module of a stage gets copies of its parameters; they rest in the model, on the host. What comes
-and goes does so on a `Way`, one copy after the other, beside the thread that runs the turns. That
-thread gives and takes all memory, so what is on the device does not depend on timing.
+and goes does so on a `SwapLink`, one copy after the other, beside the thread that runs the turns.
+That thread gives and takes all memory, so what is on the device does not depend on timing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 from torch import nn
 
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 from cotrain_compile.runtime.network import ThrottledLink
 
 # A parameter or gradient at home, and the one on the device.
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Way:
+class SwapLink:
     """One direction between host and device; no faster than the link of `machine`, if there is one.
 
     `moved_bytes` counts what was begun.
     """
 
     def __init__(self, name: str, machine: Machine | None, source: Tier, to: Tier) -> None:
-        self._lane = Lane(name)
+        self._lane = WorkerLane(name)
         self._link = ThrottledLink()
         self._copy_s = (
             None if machine is None else partial(machine.copy_s, source=source, target=to)
@@ -81,7 +81,7 @@ class SwappedStage:
         there = (*(copy for _, copy in self._copies), *self._gradients())
         return sum(tensor.untyped_storage().nbytes() for tensor in there)
 
-    def fetch(self, way: Way) -> None:
+    def fetch(self, way: SwapLink) -> None:
         """The parameters begin to come, where they are not there or on their way."""
         if self._has_parameters:
             return
@@ -103,7 +103,7 @@ class SwappedStage:
                 _allocate(gradient).zero_()
             self._has_gradients = True
 
-    def leave(self, way: Way) -> None:
+    def leave(self, way: SwapLink) -> None:
         """The parameters are gone after it, and gradients begin to go home."""
         self._drop_parameters()
         if self._has_gradients:
@@ -191,8 +191,8 @@ class Swapped:
 
     def __init__(self, machine: Machine | None, *, ahead: bool) -> None:
         self.ahead = ahead
-        self._up = Way("swap in", machine, Tier.HOST, Tier.DEVICE)
-        self._down = Way("swap out", machine, Tier.DEVICE, Tier.HOST)
+        self._up = SwapLink("swap in", machine, Tier.HOST, Tier.DEVICE)
+        self._down = SwapLink("swap out", machine, Tier.DEVICE, Tier.HOST)
         self._stages: list[SwappedStage] = []
         self._to_come: deque[int] = deque()
         self._here: int | None = None

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _START_AGAIN = "start all ranks again from a checkpoint"
 
 
-class Together:
+class StageRanks:
     """All ranks of the process group."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from cotrain_compile.errors import DistributeError
-from cotrain_compile.pipelining.cut import Shape
+from cotrain_compile.pipelining.cut import TensorShape
 from cotrain_compile.pipelining.turns import Turns
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def _buffer_of(received: Sequence[Any]) -> torch.Tensor:
     return buffer.detach()
 
 
-def _with_gradient(crosses: Shape) -> torch.Tensor:
+def _with_gradient(crosses: TensorShape) -> torch.Tensor:
     return crosses.full(0.0, device="meta").requires_grad_()
 
 

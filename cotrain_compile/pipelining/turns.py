@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cotrain_compile.distribute.ranks import note_exchanges_outside
-from cotrain_compile.pipelining.cut import Part, kept_buffers
+from cotrain_compile.pipelining.cut import StagePart, kept_buffers
 
 _number = itertools.count()
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -34,7 +34,7 @@ class Turns:
 
     def __init__(
         self,
-        part: Part,
+        part: StagePart,
         loss_fn: LossFunction,
         share: float,
         forward_options: Mapping[str, Any],
@@ -196,7 +196,7 @@ class Gradients:
             param.grad = None
 
 
-def _forward_of(part: Part) -> Callable[..., Any]:
+def _forward_of(part: StagePart) -> Callable[..., Any]:
     def forward(received: torch.Tensor | None, *batch: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = part(received, batch)
         return result
@@ -204,7 +204,7 @@ def _forward_of(part: Part) -> Callable[..., Any]:
     return forward
 
 
-def _backward_of(part: Part) -> Callable[..., Any]:
+def _backward_of(part: StagePart) -> Callable[..., Any]:
     def backward(
         received: torch.Tensor | None, gradient: torch.Tensor, *batch: torch.Tensor
     ) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ def _backward_of(part: Part) -> Callable[..., Any]:
     return backward
 
 
-def _whole_of(part: Part, loss_fn: LossFunction, share: float) -> Callable[..., Any]:
+def _whole_of(part: StagePart, loss_fn: LossFunction, share: float) -> Callable[..., Any]:
     def whole(
         received: torch.Tensor | None, target: torch.Tensor, *batch: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -229,7 +229,7 @@ def _whole_of(part: Part, loss_fn: LossFunction, share: float) -> Callable[..., 
     return whole
 
 
-def _judged_of(part: Part, loss_fn: LossFunction) -> Callable[..., Any]:
+def _judged_of(part: StagePart, loss_fn: LossFunction) -> Callable[..., Any]:
     def judged(
         received: torch.Tensor | None, target: torch.Tensor, *batch: torch.Tensor
     ) -> torch.Tensor:

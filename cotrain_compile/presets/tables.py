@@ -143,7 +143,7 @@ SERVERS = (
 _GB = 1e9
 
 
-class Drive(NamedTuple):
+class DriveSheet(NamedTuple):
     """GB, GB/s read and written."""
 
     gb: int
@@ -153,16 +153,16 @@ class Drive(NamedTuple):
 
 
 # fmt: off
-DRIVES: Mapping[str, Drive] = {
-    "nvme-pcie5": Drive(2000, 10.8, 5.0,
+DRIVES: Mapping[str, DriveSheet] = {
+    "nvme-pcie5": DriveSheet(2000, 10.8, 5.0,
         "PCIe 5 NVMe: data sheets 12 GB/s read x 0.9; 10 written into the cache, 5 assumed behind "
         "it."),
-    "nvme-pcie4": Drive(2000, 6.3, 3.0,
+    "nvme-pcie4": DriveSheet(2000, 6.3, 3.0,
         "PCIe 4 NVMe: data sheets 7 GB/s read x 0.9; 5 written into the cache, 1.5 to 4 behind it "
         "by public tests: 3."),
-    "nvme-pcie3": Drive(1000, 3.0, 1.2,
+    "nvme-pcie3": DriveSheet(1000, 3.0, 1.2,
         "PCIe 3 NVMe: data sheets 3.4 GB/s read x 0.9; 1.2 written behind the cache (assumed)."),
-    "sata": Drive(2000, 0.5, 0.45,
+    "sata": DriveSheet(2000, 0.5, 0.45,
         "SATA: 0.56 GB/s x 0.9 read; 0.45 written (assumed)."),
 }
 # fmt: on

@@ -2,7 +2,7 @@
 
 A `Device` carries out the tasks of a placed step on lanes (one thread for each direction of the
 link, one or more for the host), remembers which of them ran, and says when and with how much
-memory. `rehearsing` is the same without the writes that the user would see.
+memory. `emulated.rehearsing` is the same without the writes that the user would see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cotrain_compile.runtime.disk.state_files import StateFile, file_of, leave_d
 from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime
@@ -76,9 +76,9 @@ class Device(ABC, Runtime):
         self._kernels = kernels
         self._piecewise = piecewise
         self.origin_s = 0.0
-        self._lanes = {LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores)}
+        self._lanes = {LaneName.HOST: WorkerLane(LaneName.HOST, host_workers, host_cores)}
         if link_threads:
-            self._lanes |= {name: Lane(name) for name in (LaneName.D2H, LaneName.H2D)}
+            self._lanes |= {name: WorkerLane(name) for name in (LaneName.D2H, LaneName.H2D)}
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
         self._given_up = ""
@@ -203,7 +203,7 @@ class Device(ABC, Runtime):
     def use(self, drive: Drive) -> None:
         """Let `drive` have what rests on disk."""
         self.drive = drive
-        self._lanes[LaneName.DISK_READ] = Lane(LaneName.DISK_READ)
+        self._lanes[LaneName.DISK_READ] = WorkerLane(LaneName.DISK_READ)
 
     def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
         file = file_of(source) if self.drive is not None else None

@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping
 
 from cotrain_compile.analysis.races import IN_ORDER
 from cotrain_compile.plan import Lane as LaneName
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 
 
 class Held:
     """What is held of a step, for its `lanes`; used by the step's thread alone."""
 
-    def __init__(self, lanes: Mapping[LaneName, Lane]) -> None:
+    def __init__(self, lanes: Mapping[LaneName, WorkerLane]) -> None:
         self._lanes = lanes
         self._tasks: list[Task] = []
 

@@ -198,7 +198,7 @@ def without_frames(error: BaseException) -> BaseException:
     return error.with_traceback(None)
 
 
-class Lane:
+class WorkerLane:
     """A lane with `workers` threads, on `cores` alone.
 
     They end when the lane is collected. One thread submits tasks and hands them over.
@@ -307,7 +307,7 @@ def _finish() -> None:
         thread.join(max(0.0, until_s - time.monotonic()))
 
 
-_queues: weakref.WeakKeyDictionary[Lane, tuple[SimpleQueue[Sequence[Task] | None], int]]
+_queues: weakref.WeakKeyDictionary[WorkerLane, tuple[SimpleQueue[Sequence[Task] | None], int]]
 _queues = weakref.WeakKeyDictionary()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 atexit.register(_finish)

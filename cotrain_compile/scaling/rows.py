@@ -1,7 +1,7 @@
 """Rows: what a plan says of how ranks are arranged, for those that are started.
 
 In: a `Layout`, a `StagePlan`, sizes by dimension, or the file of one of these or of an `Answer`.
-Out: a `Row`. What another function of this package runs is refused, with its name. No torch.
+Out: a `RanksRow`. What another function of this package runs is refused, with its name. No torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DATA_PARALLEL = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
-class Row:
+class RanksRow:
     """A row of an answer as ranks run it; `stages` where its layout has a pipeline."""
 
     layout: Layout
@@ -37,7 +37,7 @@ class Row:
 
 def read_row(
     plan: Plan, ranks: int, strategy: str | None = None, stages: StagePlan | None = None
-) -> Row:
+) -> RanksRow:
     """The row of `plan` that `ranks` ranks run: the one named `strategy`, else the fastest.
 
     `stages` is for a layout with a pipeline that comes without.
@@ -57,19 +57,19 @@ def read_row(
     return row
 
 
-def _row(plan: Plan, ranks: int, strategy: str | None) -> Row:
+def _row(plan: Plan, ranks: int, strategy: str | None) -> RanksRow:
     match plan:
         case Layout():
-            return Row(plan)
+            return RanksRow(plan)
         case StagePlan():
-            return Row(Layout(pipeline=ranks), plan)
+            return RanksRow(Layout(pipeline=ranks), plan)
         case Mapping():
-            return Row(_layout_of(plan))
+            return RanksRow(_layout_of(plan))
     match files.kind_of(plan):
         case "layout":
-            return Row(files.load(plan, Layout))
+            return RanksRow(files.load(plan, Layout))
         case "stageplan":
-            return Row(Layout(pipeline=ranks), files.load(plan, StagePlan))
+            return RanksRow(Layout(pipeline=ranks), files.load(plan, StagePlan))
         case _:
             return _row_of(files.load(plan, Answer), str(plan), strategy)
 
@@ -84,7 +84,7 @@ def _layout_of(sizes: Mapping[str, int]) -> Layout:
     return Layout(**by_name)
 
 
-def _row_of(answer: Answer, where: str, strategy: str | None) -> Row:
+def _row_of(answer: Answer, where: str, strategy: str | None) -> RanksRow:
     known = {one.name: one for one in answer.strategies if one.step_s is not None}
     if not known:
         raise OptionError(f"{where} has no strategy that could be judged")
@@ -94,18 +94,18 @@ def _row_of(answer: Answer, where: str, strategy: str | None) -> Row:
     return _row_of_strategy(known[name])
 
 
-def _row_of_strategy(found: RankedStrategy) -> Row:
+def _row_of_strategy(found: RankedStrategy) -> RanksRow:
     if found.layout is not None:
-        return Row(found.layout, found.stages)
+        return RanksRow(found.layout, found.stages)
     if found.stages is not None:
-        return Row(Layout(pipeline=found.devices), found.stages)
+        return RanksRow(Layout(pipeline=found.devices), found.stages)
     if found.name in _DATA_PARALLEL:
-        return Row(_layout_of({found.name: found.devices}))
+        return RanksRow(_layout_of({found.name: found.devices}))
     how = _ELSEWHERE.get(found.name, "docs/which_way.md says what")
     raise DistributeError(f"{found.name} is not on a mesh of ranks; what runs it: {how}")
 
 
-def _refuse_not_executed(row: Row) -> None:
+def _refuse_not_executed(row: RanksRow) -> None:
     layout = row.layout
     if layout.not_executed:
         raise DistributeError(

@@ -28,9 +28,9 @@ from cotrain_compile.distribute.clip import clip_grad_norm
 from cotrain_compile.distribute.ranks import note_unequal_batches, require_dtensor_steps
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
-from cotrain_compile.pipelining.together import Together, compared
+from cotrain_compile.pipelining.together import StageRanks, compared
 from cotrain_compile.pipelining.turns import LossFunction
-from cotrain_compile.scaling.rows import Plan, Row, read_row
+from cotrain_compile.scaling.rows import Plan, RanksRow, read_row
 from cotrain_compile.scaling.tensor_plans import expert_plan_of, take_means, tensor_plan_of
 
 # A compiled step: takes a batch and its target, gives the mean loss of this replica's samples.
@@ -119,7 +119,7 @@ def scale(
     Where the row has a pipeline, `stages` says where stages begin if the plan does not. Where it
     divides layers, `tensor_plan` has a style of torch's for names of modules, which may have
     wildcards; models of Hugging Face have their own. Where it divides experts, `experts` names the
-    modules that have them (`scaling.experts`).
+    modules that have them (`scaling.tensor_plans`).
 
     Raises `DistributeError`, on every rank, where the plan is for other ranks, is not for this
     model, or is of a kind that is not executed; `OptionError` where it has no such row.
@@ -129,7 +129,7 @@ def scale(
             "scale() needs a process group: start the script by torchrun, and call "
             "torch.distributed.init_process_group() before"
         )
-    ranks = Together()
+    ranks = StageRanks()
     row = ranks.make(lambda: read_row(plan, dist.get_world_size(), strategy, stages))
     splits = ranks.make(lambda: _splits(model, row, tensor_plan, experts))
     compared_batch = () if row.layout.samples else (*batch, target)
@@ -149,7 +149,7 @@ def scale(
 
 def _splits(
     model: nn.Module,
-    row: Row,
+    row: RanksRow,
     given: Mapping[str, ParallelStyle] | None,
     experts: Sequence[str],
 ) -> dict[str, ParallelStyle]:

@@ -35,7 +35,7 @@ _WORK = "copies and work"
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """Bytes of a tier over time: at each of `times_s`, the `total`, and as much of each kind.
 
     `by_kind` is empty where nobody knows of which kinds they are.
@@ -60,13 +60,15 @@ def memory_kinds(dataflow: Dataflow) -> dict[str, str]:
     return kinds
 
 
-def measured_curve(timeline: Timeline, tier: Tier, zero_s: float) -> Curve:
+def measured_curve(timeline: Timeline, tier: Tier, zero_s: float) -> MemoryCurve:
     """What a timeline knows by itself: the total."""
     points = timeline.memory.get(tier, ())
-    return Curve(tuple(max(0.0, s - zero_s) for s, _ in points), tuple(n for _, n in points), {})
+    return MemoryCurve(
+        tuple(max(0.0, s - zero_s) for s, _ in points), tuple(n for _, n in points), {}
+    )
 
 
-def planned_curve(dataflow: Dataflow, plan: Plan, tier: Tier, zero_s: float) -> Curve:
+def planned_curve(dataflow: Dataflow, plan: Plan, tier: Tier, zero_s: float) -> MemoryCurve:
     """What the plan predicts; on the host the most that it can be, at all times."""
     if tier is Tier.HOST:
         return _host(dataflow, plan)
@@ -81,7 +83,7 @@ def planned_curve(dataflow: Dataflow, plan: Plan, tier: Tier, zero_s: float) -> 
     kept = _changes([by_slot[kind] for kind in MEMORY_KINDS])
     used = {kind: tuple(v[n] for n in kept) for kind, v in by_slot.items() if any(v)}
     total = tuple(map(sum, zip(*used.values(), strict=True)))
-    return Curve(tuple(times[n] for n in kept), total, used)
+    return MemoryCurve(tuple(times[n] for n in kept), total, used)
 
 
 def _changes(values: Sequence[Sequence[int]]) -> list[int]:
@@ -91,7 +93,7 @@ def _changes(values: Sequence[Sequence[int]]) -> list[int]:
     return changed if changed[-1] == len(rows) - 1 else [*changed, len(rows) - 1]
 
 
-def _host(dataflow: Dataflow, plan: Plan) -> Curve:
+def _host(dataflow: Dataflow, plan: Plan) -> MemoryCurve:
     kinds = memory_kinds(dataflow)
     rests: Counter[str] = Counter()
     for name, tier in plan.placement.homes.items():
@@ -100,7 +102,7 @@ def _host(dataflow: Dataflow, plan: Plan) -> Curve:
     total = plan.predicted.peak_bytes.get(Tier.HOST, 0)
     rests[_WORK] = max(0, total - rests.total())
     used = {kind: (rests[kind],) * 2 for kind in MEMORY_KINDS if rests[kind]}
-    return Curve((0.0, plan.predicted.makespan_s), (total, total), used)
+    return MemoryCurve((0.0, plan.predicted.makespan_s), (total, total), used)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Panel:
     source: str
     lanes: Mapping[str, str]
     bars: tuple[Bar, ...]
-    memory: Mapping[Tier, Curve]
+    memory: Mapping[Tier, MemoryCurve]
     peak_bytes: Mapping[Tier, int]
     makespan_s: float
     zero_s: float

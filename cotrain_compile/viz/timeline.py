@@ -19,7 +19,7 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS
-from cotrain_compile.viz.specification import Curve, Panel, Specification
+from cotrain_compile.viz.specification import MemoryCurve, Panel, Specification
 
 # A bar narrower than this part of the axis would be invisible.
 _NARROWEST = 1 / 1500
@@ -95,7 +95,7 @@ def _draw_memory(axes: Axes, panel: Panel, budget_bytes: int | None) -> None:
     axes.set_ylabel("device memory")
 
 
-def _stack(axes: Axes, curve: Curve) -> None:
+def _stack(axes: Axes, curve: MemoryCurve) -> None:
     """The kinds above one another, under the line of the total."""
     below = [0] * len(curve.times_s)
     for kind, nbytes in (curve.by_kind or {"": curve.total}).items():

@@ -91,10 +91,10 @@ def there() -> Iterator[None]:
 @contextmanager
 def _in_place_of_cuda() -> Iterator[None]:
     from cotrain_compile.capture.offline import absent_card
-    from cotrain_compile.capture.offline.card_attention import Kernel
+    from cotrain_compile.capture.offline.card_attention import AttentionKernel
 
-    def chosen(*_: object) -> Kernel:
-        return Kernel(_chosen[0])
+    def chosen(*_: object) -> AttentionKernel:
+        return AttentionKernel(_chosen[0])
 
     with (
         mock.patch.object(absent_card, "kernel_of", chosen),

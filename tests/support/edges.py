@@ -15,7 +15,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from cotrain_compile.analysis.races import Event
+from cotrain_compile.analysis.races import StepEvent
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.plan import Lane
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region
@@ -66,7 +66,7 @@ def _positions(node: fx.Node) -> range:
     return range(3 if node.target in THIRD else 2, len(node.args))
 
 
-def ordered_pairwise(events: Sequence[Event], persistent: Collection[str]) -> bool:
+def ordered_pairwise(events: Sequence[StepEvent], persistent: Collection[str]) -> bool:
     """Whether in two steps, one after the other, each pair of accesses is ordered, or only read."""
     graph, accesses = _order(events), dict[object, list[tuple[Any, bool]]]()
     for step, (index, event) in itertools.product(range(2), enumerate(events)):
@@ -84,13 +84,13 @@ def ordered_pairwise(events: Sequence[Event], persistent: Collection[str]) -> bo
     return True
 
 
-def _only_waited_for_in_the_next(events: Sequence[Event]) -> set[str]:
+def _only_waited_for_in_the_next(events: Sequence[StepEvent]) -> set[str]:
     device = [event for event in events if event.lane is Lane.DEVICE]
     waited = {name for event in device for name in event.after}
     return {name for event in device for name in event.after_previous} - waited
 
 
-def _order(events: Sequence[Event]) -> nx.DiGraph:
+def _order(events: Sequence[StepEvent]) -> nx.DiGraph:
     graph = nx.DiGraph()
     last: dict[Lane, tuple[int, int]] = {}
     number = {event.name: i for i, event in enumerate(events) if event.lane is not Lane.DEVICE}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile.backends.lifecycle import compiled_step, partial_update
+from cotrain_compile.backends.lifecycle import compiled_step, deferred
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import StepFailed
@@ -128,7 +128,7 @@ def fail_write(trial: Trial, compiled: CompiledStep, site: WriteSite, when: str)
     """What a step raises whose write at `site` fails."""
     with (
         failing(trial, compiled, site, when),
-        mock.patch.object(partial_update, "few", ", ".join),  # all are named
+        mock.patch.object(deferred, "few", ", ".join),  # all are named
         mock.patch.object(compiled_step, "few", ", ".join),
         pytest.raises(Exception, match=ILL) as failure,
     ):

@@ -113,7 +113,7 @@ def to_aten(
                 part, example_inputs, partial(lower, part), prepare, run_whole, (*settings, *also)
             )
 
-    # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
+    # Torch's own pass for checkpoints refuses random ops; `remat` keeps their results.
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
         return lower_few_layers(module, example_inputs, inputs, lowered)

@@ -4,7 +4,7 @@ An op whose schema has an `int` or `float` takes a number of the trace for what 
 a count of steps or a rate that an optimizer gives to its kernel would be compiled anew for each
 value. In: a call of such an op in Dynamo's trace. Out: a call of its twin, which takes the same but
 for those arguments, a whole number as `SymInt` and a fraction as a tensor of one float64, which
-float inputs are in the graph (`float_inputs`), and calls the op.
+float inputs are in the graph (`aten.scalars`), and calls the op.
 
 An op has a twin where it writes into its arguments and returns nothing, so that no shape follows
 from the number, and where no derivative goes through it. One of ATen's has none: what a number in

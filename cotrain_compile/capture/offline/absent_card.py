@@ -39,7 +39,12 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
-from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of, usual_order
+from cotrain_compile.capture.offline.card_attention import (
+    AttentionCall,
+    Capability,
+    kernel_of,
+    usual_order,
+)
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
 from cotrain_compile.presets.cards import CARDS, Card
@@ -132,7 +137,11 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
     kernels = len(SDPBackend.__members__) - 1  # an error is none
 
     def chosen(facts: Any, order: Any) -> int:
-        return int(kernel_of(Call(*facts[: len(fields(Call))]), capability, order[:kernels]))
+        return int(
+            kernel_of(
+                AttentionCall(*facts[: len(fields(AttentionCall))]), capability, order[:kernels]
+            )
+        )
 
     _kept.append(callback := choose(chosen))
     usual = usual_order(capability)

@@ -27,7 +27,7 @@ IN_SIXTEENTHS = torch.__version__ >= "2.12"
 _CUDNN_OPS = "_scaled_dot_product_cudnn_attention"
 
 
-class Kernel(IntEnum):
+class AttentionKernel(IntEnum):
     """As torch numbers them; none of those that are allowed can do it: `NONE`."""
 
     NONE = -1
@@ -43,7 +43,7 @@ Capability = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What decides, in the order in which `absent_card.cpp` tells it.
 
     `square`: as many queries as keys; `grouped`: key and value have fewer heads; `dense`: elements
@@ -78,32 +78,34 @@ class Call:
         return self.query_width == self.key_width == self.value_width
 
 
-def usual_order(capability: Capability, cudnn: int | None = None) -> list[Kernel]:
+def usual_order(capability: Capability, cudnn: int | None = None) -> list[AttentionKernel]:
     """The order in which torch asks kernels on a card of that compute capability, with that cuDNN.
 
     It holds until the user sets another: `sdpa_kernel(..., set_priority=True)`.
     """
-    others = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
+    others = [AttentionKernel.FLASH, AttentionKernel.EFFICIENT, AttentionKernel.MATH]
     version = cudnn_version() if cudnn is None else cudnn
     first = capability[0] in (9, 10) and version > _FIRST_ABOVE and not _is_deprioritized()
-    return [Kernel.CUDNN, *others] if first else [*others, Kernel.CUDNN]
+    return [AttentionKernel.CUDNN, *others] if first else [*others, AttentionKernel.CUDNN]
 
 
 def kernel_of(
-    call: Call, capability: Capability, order: Iterable[int], cudnn: int | None = None
-) -> Kernel:
+    call: AttentionCall, capability: Capability, order: Iterable[int], cudnn: int | None = None
+) -> AttentionKernel:
     """The kernel that torch takes on a card of that compute capability: the first that fits.
 
     `order` has those that the user allows, and negative numbers.
     """
     version = cudnn_version() if cudnn is None else cudnn
-    fits: dict[Kernel, Callable[[], bool]] = {
-        Kernel.CUDNN: lambda: _cudnn(call, capability, version),
-        Kernel.FLASH: lambda: _flash(call, capability),
-        Kernel.EFFICIENT: lambda: _efficient(call, capability),
-        Kernel.MATH: lambda: True,
+    fits: dict[AttentionKernel, Callable[[], bool]] = {
+        AttentionKernel.CUDNN: lambda: _cudnn(call, capability, version),
+        AttentionKernel.FLASH: lambda: _flash(call, capability),
+        AttentionKernel.EFFICIENT: lambda: _efficient(call, capability),
+        AttentionKernel.MATH: lambda: True,
     }
-    return next((k for k in map(Kernel, order) if k in fits and fits[k]()), Kernel.NONE)
+    return next(
+        (k for k in map(AttentionKernel, order) if k in fits and fits[k]()), AttentionKernel.NONE
+    )
 
 
 def cudnn_version() -> int:
@@ -129,7 +131,7 @@ def _is_deprioritized() -> bool:
     return os.environ.get(DEPRIORITIZED, "") == "1"  # as `c10::utils::check_env` reads it
 
 
-def _cudnn(call: Call, capability: Capability, version: int) -> bool:
+def _cudnn(call: AttentionCall, capability: Capability, version: int) -> bool:
     widest = 256 if capability[0] >= 9 and not call.grad else 128
     widths = (call.query_width, call.key_width, call.value_width)
     no_dropout = (
@@ -145,7 +147,7 @@ def _cudnn(call: Call, capability: Capability, version: int) -> bool:
     )
 
 
-def _flash(call: Call, capability: Capability) -> bool:
+def _flash(call: AttentionCall, capability: Capability) -> bool:
     too_wide = call.grad and (call.query_width > 224 or (call.query_width > 192 and call.dropout))
     small_chip = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
@@ -159,7 +161,7 @@ def _flash(call: Call, capability: Capability) -> bool:
     )
 
 
-def _efficient(call: Call, capability: Capability) -> bool:
+def _efficient(call: AttentionCall, capability: Capability) -> bool:
     alignment = 8 if call.is_half and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
     return (
         (call.dtype in (HALF, FLOAT) or (call.dtype == BFLOAT16 and capability >= (8, 0)))

@@ -1,15 +1,15 @@
 """Mesh: every way to run a model on the ranks of one layout, each with what it takes at least.
 
-In: a profile, sizes of a mesh's dimensions, the devices that are its ranks. Out: `Option`s: sizes
-of micro-batches, what is gathered again, what is made again. An option's bound comes before its
-plans are made, which are cut, placed in memory and simulated by what runs one rank: replicas or
+In: a profile, sizes of a mesh's dimensions, the devices that are its ranks. Out: `MeshOption`s:
+sizes of micro-batches, what is gathered again, what is made again. An option's bound comes before
+its plans are made, which are cut, placed in memory and simulated by what runs one rank: replicas or
 shards (`data_parallel`), or a stage of a pipeline (`pipeline`), on the profile of a rank.
 
 No torch.
 
 Links of a mesh: what each rank exchanges over with the others of a dimension.
 
-In: a cluster whose devices are the ranks of a `Layout`, in its order. Out: a `Way` for each
+In: a cluster whose devices are the ranks of a `Layout`, in its order. Out: a `MeshLink` for each
 dimension, and from one stage to the next. All groups of a dimension exchange at the same time, each
 in a ring, so that those that leave a machine share its network card; the slowest of all is what
 each of them has. No torch.
@@ -40,8 +40,8 @@ from cotrain_compile.cluster.model.profiles import LayerProfile, ways_of
 from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder
 from cotrain_compile.cluster.pipeline.pipeline import (
     Batches,
-    Beside,
     PipelinePlan,
+    SharedStages,
     least_of,
     once_s,
     plans_at,
@@ -83,7 +83,7 @@ class RankLayers:
 
 
 @dataclass(frozen=True)
-class Option:
+class MeshOption:
     """One way to run the ranks of a mesh, and what no plan of it passes under."""
 
     mesh: Mesh
@@ -117,7 +117,7 @@ class Mesh:
         return self.samples // self.layout.replicas
 
     @cached_property
-    def ways(self) -> Mapping[str, Way]:
+    def ways(self) -> Mapping[str, MeshLink]:
         return self.links.ways(self.layout)
 
     @cached_property
@@ -146,15 +146,15 @@ class Mesh:
         return {name: self.ways[name].ring(n) for name, n in sizes.items() if n > 1}
 
     @property
-    def beside(self) -> Beside:
+    def beside(self) -> SharedStages:
         """What the ranks of a stage exchange."""
-        return Beside(self.rings, self.layout.experts > 1)
+        return SharedStages(self.rings, self.layout.experts > 1)
 
-    def options(self) -> Iterator[Option]:
+    def options(self) -> Iterator[MeshOption]:
         """All of them."""
         yield from self._in_stages() if self.layout.pipeline > 1 else self._alone()
 
-    def _alone(self) -> Iterator[Option]:
+    def _alone(self) -> Iterator[MeshOption]:
         layout, rings = self.layout, dict(self.rings)
         first = rings.pop("shard" if layout.shard > 1 else "data", None)
         cluster = self.links.cluster
@@ -180,9 +180,9 @@ class Mesh:
                 micro_batches=replicas.micro_batches,
                 micro_batch=each,
             )
-            yield Option(self, found, choice.least_s, choice)
+            yield MeshOption(self, found, choice.least_s, choice)
 
-    def _in_stages(self) -> Iterator[Option]:
+    def _in_stages(self) -> Iterator[MeshOption]:
         stages = self.layout.pipeline
         fastest = min(rank.slowness for rank in self.stages.ranks(self.layers.whole))
         for each in range(1, self.share + 1):
@@ -197,7 +197,7 @@ class Mesh:
                 micro_batches=count,
                 micro_batch=each,
             )
-            yield Option(self, found, fastest * least_s, Batches(each, count, recompute=True))
+            yield MeshOption(self, found, fastest * least_s, Batches(each, count, recompute=True))
 
     @cached_property
     def stages(self) -> PipelineDevices:
@@ -220,7 +220,7 @@ _Edge = tuple[DevicePlace, DevicePlace]
 _Machine = tuple[int, int]
 
 
-class Way(NamedTuple):
+class MeshLink(NamedTuple):
     """What a rank sends over to the next, and which part of what all send leaves its machine."""
 
     network: Network
@@ -236,15 +236,15 @@ class MeshLinks:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._rings: dict[tuple[int, int], Way] = {}
-        self._hops: dict[int, list[Way]] = {}
+        self._rings: dict[tuple[int, int], MeshLink] = {}
+        self._hops: dict[int, list[MeshLink]] = {}
         self._slowest: dict[tuple[tuple[int, int], ...], tuple[Machine, Sequence[str]]] = {}
 
-    def ways(self, layout: Layout) -> dict[str, Way]:
+    def ways(self, layout: Layout) -> dict[str, MeshLink]:
         """By dimension; `data` is for all ranks of `replicate` and of `experts`, which sum what is
         no expert: the slower of both."""
         sizes, stride = layout.sizes, 1
-        found: dict[str, Way] = {}
+        found: dict[str, MeshLink] = {}
         for name in reversed(DIMENSIONS):
             if sizes[name] > 1 and name != "pipeline":
                 found[name] = self._ring(sizes[name], stride)
@@ -254,7 +254,7 @@ class MeshLinks:
             found["data"] = min(around, key=lambda way: way.network.bytes_per_s)
         return found
 
-    def hops(self, layout: Layout) -> list[Way]:
+    def hops(self, layout: Layout) -> list[MeshLink]:
         """From each stage to the next, all ranks of a stage at once."""
         stride = layout.devices // layout.pipeline
         if stride not in self._hops:
@@ -276,7 +276,7 @@ class MeshLinks:
             self._slowest[key] = reduce(slower_of, machines), sorted(set(kinds))
         return self._slowest[key]
 
-    def _ring(self, size: int, stride: int) -> Way:
+    def _ring(self, size: int, stride: int) -> MeshLink:
         """Rings of so many ranks, each so many behind the one before, that all devices are in."""
         if (size, stride) not in self._rings:
             edges = list(_edges(self.cluster.devices, size, stride))
@@ -284,7 +284,7 @@ class MeshLinks:
         return self._rings[size, stride]
 
 
-def _way(cluster: Cluster, edges: Sequence[_Edge]) -> Way:
+def _way(cluster: Cluster, edges: Sequence[_Edge]) -> MeshLink:
     crossing = [(_machine(a), _machine(b)) for a, b in edges if _machine(a) != _machine(b)]
     leaving = Counter(a for a, _ in crossing)
     coming = Counter(b for _, b in crossing)
@@ -295,7 +295,7 @@ def _way(cluster: Cluster, edges: Sequence[_Edge]) -> Way:
         min(network.bytes_per_s for network in networks),
         max(network.latency_s for network in networks),
     )
-    return Way(slowest, len(crossing) / len(edges))
+    return MeshLink(slowest, len(crossing) / len(edges))
 
 
 def _cards(cluster: Cluster, sharing: Counter[_Machine]) -> Iterator[Network]:

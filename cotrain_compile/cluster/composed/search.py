@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import ceil
 
 from cotrain_compile.cluster.composed.divided import exchanged_bytes, most_parts
-from cotrain_compile.cluster.composed.mesh import Mesh, MeshLinks, Option, RankLayers
+from cotrain_compile.cluster.composed.mesh import Mesh, MeshLinks, MeshOption, RankLayers
 from cotrain_compile.cluster.data_parallel.data_parallel import DataParallelPlan
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.layout import Layout
@@ -125,7 +125,7 @@ def plan_composed(profile: LayerProfile, cluster: Cluster, samples: int, kind: s
 
 def options_of(
     profile: LayerProfile, cluster: Cluster, samples: int, kind: str
-) -> Iterator[Option]:
+) -> Iterator[MeshOption]:
     """All options of all layouts of a kind.
 
     Raises `OptionError` where there are none.
@@ -200,10 +200,10 @@ def _no_layouts(profile: LayerProfile, cluster: Cluster, samples: int, kind: str
     )
 
 
-def _nothing_fits(options: list[Option], kind: str) -> PlacementError:
+def _nothing_fits(options: list[MeshOption], kind: str) -> PlacementError:
     """What a rank of the layout with the smallest parts has to hold, wherever it rests."""
 
-    def rests(option: Option) -> float:
+    def rests(option: MeshOption) -> float:
         parts = option.layout.pipeline * option.layout.shard
         return sum(layer.resting_bytes for layer in option.mesh.profile.layers) / parts
 

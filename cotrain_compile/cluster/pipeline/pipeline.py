@@ -6,7 +6,7 @@ again for the backward, what of each stage rests on its host, and from these the
 of each device. A device of another kind takes as many times as long as the profile says.
 
 Something rests on hosts where else a size of micro-batches does not fit (`hosted`). Where several
-ranks have each stage, each for its share of the samples, `Beside` says what they exchange.
+ranks have each stage, each for its share of the samples, `SharedStages` says what they exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cotrain_compile.cluster.pipeline.cuts import (
 )
 from cotrain_compile.cluster.pipeline.step import (
     BOTH,
-    Part,
+    ExchangedPart,
     Stage,
     StagesInOrder,
     fitting_cuts,
@@ -175,19 +175,6 @@ def _nothing_fits(
     )
 
 
-def plans_of(
-    profile: LayerProfile,
-    rows: Sequence[PipelineDevices],
-    order: PipelineOrder,
-    samples: int,
-    *,
-    again_only: bool = False,
-) -> Iterator[PipelinePlan]:
-    """All that is tried and fits."""
-    for option in options_of(profile, rows, order, samples, again_only=again_only):
-        yield from option.plans()
-
-
 def options_of(
     profile: LayerProfile,
     rows: Sequence[PipelineDevices],
@@ -260,7 +247,7 @@ class Batches(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beside:
+class SharedStages:
     """Ranks that run each stage on other samples, and the rings over which they exchange.
 
     Over `shard` each has a part of every layer, which is gathered for a step; over `data` gradients
@@ -312,7 +299,7 @@ class Beside:
                 yield Does.SUM, nbytes / self.parts, name
 
 
-ALONE = Beside()
+ALONE = SharedStages()
 
 
 def plans_at(
@@ -320,7 +307,7 @@ def plans_at(
     devices: PipelineDevices,
     order: PipelineOrder,
     batches: Batches,
-    beside: Beside = ALONE,
+    beside: SharedStages = ALONE,
 ) -> Iterator[PipelinePlan]:
     """All that fits of one size of micro-batches, on one row of devices."""
     at_rest = beside.at_rest(profile)
@@ -364,8 +351,8 @@ def plans_at(
 
 
 def _parts(
-    profile: LayerProfile, first: int, end: int, batches: Batches, beside: Beside
-) -> Iterator[Part]:
+    profile: LayerProfile, first: int, end: int, batches: Batches, beside: SharedStages
+) -> Iterator[ExchangedPart]:
     """What of a stage is exchanged at once, where other ranks have it too."""
     if first == end or not beside.rings:
         return
@@ -374,7 +361,7 @@ def _parts(
             unit.forward_s(batches.micro_batch),
             unit.backward_s(batches.micro_batch),
         )
-        yield Part(
+        yield ExchangedPart(
             forward_s,
             backward_s + (forward_s if batches.recompute else 0.0),
             unit.param_bytes if beside.parts > 1 else 0,

@@ -7,7 +7,7 @@ A stage runs its micro-batches in the order of GPipe (all forwards, then all bac
 (as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
 stage is sent while they compute. Where what a stage keeps is offloaded, it goes to the host behind
 its forward, which the next forward but one waits for, and comes back behind the turn before the
-last, so that no more than `hosted.HELD` micro-batches are on the device. Each stage
+last, so that no more than `HELD` micro-batches are on the device. Each stage
 updates at its end, on the device what rests there, and on the host, layer by layer, what rests
 there.
 
@@ -53,7 +53,7 @@ from cotrain_compile.cluster.steps.stage_step import (
 )
 
 
-class Part(NamedTuple):
+class ExchangedPart(NamedTuple):
     """Layers of a stage that are gathered at once (0 bytes: they are whole), and whose gradients
     are exchanged at once: what is done, of how many bytes, and over which ring."""
 
@@ -77,7 +77,7 @@ class Stage(NamedTuple):
     touched_bytes: float = 0.0
     kept_bytes: float = 0.0
     hosted: Sequence[Layer] = ()
-    parts: Sequence[Part] = ()
+    parts: Sequence[ExchangedPart] = ()
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _exchanged(
             before = exchange
 
 
-def _names(part: Part, k: int, number: int) -> list[str]:
+def _names(part: ExchangedPart, k: int, number: int) -> list[str]:
     """Of the exchanges of a part."""
     return [f"{does} over {over} of part {k}, stage {number}" for does, _, over in part.exchanges]
 

@@ -34,7 +34,6 @@ from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
@@ -242,7 +241,6 @@ def plan_rank(
     devices: int,
     samples: int,
     symbols: Sequence[str] = (),
-    settings: SolveSettings | None = None,
 ) -> RankPlan:
     """The rank with the smallest device, of the first `devices` that share the samples evenly, the
     fastest in front.
@@ -269,7 +267,7 @@ def plan_rank(
         if best and count * len(step.ops) > _MOST_OPS:
             break
         try:
-            found = rank.planned(count, settings)
+            found = rank.planned(count)
         except PlacementError:
             if best is None and count == counts[-1]:
                 raise
@@ -312,14 +310,14 @@ class _Rank:
             return replica_step(in_micro_batches(typed, micro_batches), self.devices)
         return in_micro_batches(shard_step(typed, self.devices), micro_batches)
 
-    def planned(self, micro_batches: int, settings: SolveSettings | None) -> RankPlan:
+    def planned(self, micro_batches: int) -> RankPlan:
         machine = self.machine
         budgets = {
             Tier.DEVICE: machine.device.capacity_bytes,
             Tier.HOST: machine.host.capacity_bytes,
         }
         problem = formulate(self.sized(micro_batches), machine, budgets)
-        plan = solve(problem, settings)
+        plan = solve(problem)
         check(problem, plan)
         timeline = predict(place_plan(problem, plan))
         return RankPlan(

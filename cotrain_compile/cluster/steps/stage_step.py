@@ -237,7 +237,7 @@ P = TypeVar("P", bound=Candidate)
 Made = TypeVar("Made", bound=Candidate, covariant=True)
 
 
-class Option(Protocol[Made]):
+class PlanOption(Protocol[Made]):
     """Some choices with seconds that none of them passes under, before any of them is made."""
 
     @property
@@ -260,7 +260,7 @@ def fastest(plans: Iterable[P]) -> P | None:
     return best
 
 
-def fastest_option(options: Iterable[Option[P]]) -> tuple[int, P] | None:
+def fastest_option(options: Iterable[PlanOption[P]]) -> tuple[int, P] | None:
     """The same of all plans of all options, behind the number of its option; of those whose bound
     is above the best no plan is made.
 

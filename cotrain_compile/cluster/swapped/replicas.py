@@ -172,19 +172,15 @@ def plan_swapped_replicas(
     machine: Machine,
     devices: int,
     samples: int,
-    packs: tuple[Packs, Packs] | None = None,
 ) -> SwappedReplicas:
-    """The fastest of all that fit; with `packs`, of the forward and the backward, of these alone.
+    """The fastest of all that fit.
 
     Raises:
         OptionError: the profile is no chain, has no peaks, or there are fewer samples than devices.
         PlacementError: a layer alone does not fit, not even with micro-batches of one sample.
     """
     costs = PackCosts(profile)
-    if packs is None:
-        best = fastest(choices_of(costs, machine, devices, samples))
-    else:
-        best = fastest(_with_packs(costs, machine, devices, samples, packs))
+    best = fastest(choices_of(costs, machine, devices, samples))
     if best is None:
         raise _nothing_fits(costs, machine.device.capacity_bytes)
     return best
@@ -202,32 +198,6 @@ def choices_of(
     share = -(-samples // devices)  # of the first device, which has the most
     for each, forward, backward in found:
         yield SwappedReplicas(costs, machine, devices, each, share // each, forward, backward)
-
-
-def _with_packs(
-    costs: PackCosts, machine: Machine, devices: int, samples: int, packs: tuple[Packs, Packs]
-) -> Iterator[SwappedReplicas]:
-    """Every size of micro-batches in which these packs fit.
-
-    Raises `OptionError` where they are no packing of all layers.
-    """
-    forward, backward = packs
-    _require_rows(backward, len(costs.layers))
-    _require_rows(forward, backward[-1].first)
-    share = -(-samples // devices)
-    for each in equal_micro_batches(samples, devices):
-        plan = SwappedReplicas(costs, machine, devices, each, share // each, forward, backward)
-        if max(plan.peak_bytes) <= machine.device.capacity_bytes:
-            yield plan
-
-
-def _require_rows(packs: Packs, end: int) -> None:
-    bounds = [0, *(pack.last for pack in packs)]
-    if bounds[-1] != end or [pack.first for pack in packs] != bounds[:-1]:
-        told = [(pack.first, pack.last) for pack in packs]
-        raise OptionError(
-            f"packs {told} are not one behind the other from layer 0 to before layer {end}"
-        )
 
 
 def equal_micro_batches(samples: int, devices: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Find: the regions of a step, as a graph and as plain data.
 
-In: a StepGraph. Out: a `Found` for each, with its `Region`. The loss of a language model is one:
-its logits are wide, and what the backward reads of it is what the loss has made and a scalar, so
-that each part runs forward and backward before the next begins.
+In: a StepGraph. Out: a `FoundRegion` for each, with its `Region`. The loss of a language model is
+one: its logits are wide, and what the backward reads of it is what the loss has made and a scalar,
+so that each part runs forward and backward before the next begins.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NEAR = 60
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRegion:
     """A region of a graph: `grown` are its nodes, `region` the same as data."""
 
     region: Region
     grown: Grown
 
 
-def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Found, ...]:
+def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[FoundRegion, ...]:
     """The regions of `step`; `buffer_of` is the name of each value's buffer, by node.
 
     None where sizes are dynamic: how many rows there are is then not known.
@@ -176,7 +176,7 @@ def _hidden(grown: Grown) -> object:
 
 def _told(
     step: StepGraph, name: str, kind: str, grown: Grown, buffer_of: Mapping[str, str]
-) -> Found | None:
+) -> FoundRegion | None:
     """The region as data; None where what leaves it cannot be collected."""
     if not _all_counted(grown) or _reads_across(grown):
         return None
@@ -186,7 +186,7 @@ def _told(
     told = tuple(window for window in windows if window is not None)
     if len(told) < len(windows):
         return None
-    return Found(Region(name, kind, grown.length, told, tuple(dict.fromkeys(sliced))), grown)
+    return FoundRegion(Region(name, kind, grown.length, told, tuple(dict.fromkeys(sliced))), grown)
 
 
 def _window(
@@ -336,4 +336,4 @@ def _whole(node: fx.Node, grown: Grown) -> int:
     return 0 if shrinks else int(nbytes_of(value))
 
 
-__all__ = ["Found", "Rows", "find_regions"]
+__all__ = ["FoundRegion", "Rows", "find_regions"]

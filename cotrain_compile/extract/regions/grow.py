@@ -19,8 +19,8 @@ from cotrain_compile.extract.regions.rows import Rows, viewed_rows
 from cotrain_compile.extract.regions.rules import (
     COUNTED,
     SUM,
-    Call,
-    Counted,
+    CountedRows,
+    PartCall,
     Result,
     Sum,
     outcome_of,
@@ -139,7 +139,7 @@ class _Growing:
         """Whether a product runs in parts: by what its rows are where its argument has them."""
         rows = self.starts[node]
         source: Any = node.args[1 if node.target is aten.addmm.default else 0]
-        outcome = outcome_of(Call(node, {source: rows}, self.found.length))
+        outcome = outcome_of(PartCall(node, {source: rows}, self.found.length))
         if outcome is None or outcome.made != rows:
             return False
         needs = {**outcome.needs, source: rows}
@@ -160,7 +160,7 @@ class _Growing:
             self._take_item(node)
         elif any(n in self.open for n in given):
             rows = {n: self.open[n] for n in given if n in self.open}
-            outcome = outcome_of(Call(node, rows, self.found.length))
+            outcome = outcome_of(PartCall(node, rows, self.found.length))
             if outcome is None or not self._agrees(outcome.needs):
                 self.behind.add(node)
             else:
@@ -193,7 +193,7 @@ class _Growing:
             self.found.rows[node] = made
         elif isinstance(made, Sum):
             self.found.sums.add(node)
-        assert not isinstance(made, Counted) and made is not None
+        assert not isinstance(made, CountedRows) and made is not None
         if made is SUM or _is_exit(node, self.wide_from):
             self.closed.add(node)
         else:

@@ -1,8 +1,9 @@
 """Rules: how ops treat a dimension that runs in parts.
 
-In: a call, and which of its arguments come in parts, with their rows. Out: an `Outcome`: where the
-rows of its result are, that it makes shares of a sum over all rows, or None where a part cannot be
-made alone; and which rows of its other arguments a part needs. An op without a rule is not split.
+In: a call, and which of its arguments come in parts, with their rows. Out: a `PartResult`: where
+the rows of its result are, that it makes shares of a sum over all rows, or None where a part cannot
+be made alone; and which rows of its other arguments a part needs. An op without a rule is not
+split.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ class Sum:
     """What a part makes is its share of a sum over all rows."""
 
 
-class Counted:
+class CountedRows:
     """How many rows count for the loss, which no part knows: it is counted beforehand."""
 
 
-SUM, COUNTED = Sum(), Counted()
+SUM, COUNTED = Sum(), CountedRows()
 # Of one result, or of each of several.
-Result = Rows | Sum | Counted | None
+Result = Rows | Sum | CountedRows | None
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartResult:
     """What a part makes; `needs` are the rows it needs of arguments made outside of the parts."""
 
     made: Result | tuple[Result, ...]
@@ -42,7 +43,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Call:
+class PartCall:
     """A call with the rows of those of its arguments that come in parts."""
 
     node: fx.Node
@@ -68,10 +69,10 @@ def shape_of(node: fx.Node) -> Sequence[int]:
     return (value[0] if isinstance(value, list | tuple) else value).shape  # type: ignore[no-any-return]
 
 
-Rule = Callable[[Call], Outcome | None]
+Rule = Callable[[PartCall], PartResult | None]
 
 
-def outcome_of(call: Call) -> Outcome | None:
+def outcome_of(call: PartCall) -> PartResult | None:
     """What a part makes of `call`, None where it must run whole.
 
     So must what draws random numbers, in which a part would draw others, what exchanges with other
@@ -90,7 +91,7 @@ def outcome_of(call: Call) -> Outcome | None:
 # Element by element.
 
 
-def _pointwise(call: Call) -> Outcome | None:
+def _pointwise(call: PartCall) -> PartResult | None:
     """Each element from those at its place, as broadcasting has it."""
     shape, tensors = call.shape, call.node.all_input_nodes
     found = {call.rows[n].moved(len(shape) - len(shape_of(n))) for n in tensors if n in call.rows}
@@ -101,8 +102,8 @@ def _pointwise(call: Call) -> Outcome | None:
 
 
 def _aligned(
-    call: Call, tensors: Sequence[fx.Node], shape: Sequence[int], rows: Rows
-) -> Outcome | None:
+    call: PartCall, tensors: Sequence[fx.Node], shape: Sequence[int], rows: Rows
+) -> PartResult | None:
     """Every argument has the rows of the result, or is the same for all of them."""
     if not _whole_of(call, shape, rows):
         return None
@@ -116,10 +117,10 @@ def _aligned(
                 needs[node] = rows.moved(-by)
         elif node in call.rows or any(size != 1 for size in own):
             return None
-    return Outcome(rows, needs)
+    return PartResult(rows, needs)
 
 
-def _whole_of(call: Call, shape: Sequence[int], rows: Rows) -> bool:
+def _whole_of(call: PartCall, shape: Sequence[int], rows: Rows) -> bool:
     size = 1
     for dim in rows.dims:
         size *= shape[dim]
@@ -132,7 +133,7 @@ def _whole_of(call: Call, shape: Sequence[int], rows: Rows) -> bool:
 def _along(name: str) -> Rule:
     """As element by element, but for the dimension in argument `name`, which must be whole."""
 
-    def rule(call: Call) -> Outcome | None:
+    def rule(call: PartCall) -> PartResult | None:
         found = _pointwise(call)
         dim = call.argument(name) % len(call.shape)
         ok = found is not None and isinstance(found.made, Rows) and dim not in found.made.dims
@@ -141,7 +142,7 @@ def _along(name: str) -> Rule:
     return rule
 
 
-def _reduction(call: Call) -> Outcome | None:
+def _reduction(call: PartCall) -> PartResult | None:
     """Over other dimensions: the rows of the result; a sum over the rows: a share of it."""
     node = call.argument("self")
     shape, rows = shape_of(node), call.rows[node]
@@ -151,40 +152,40 @@ def _reduction(call: Call) -> Outcome | None:
     dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
     if dims.isdisjoint(rows.dims):
         kept = call.argument("keepdim")
-        return Outcome(rows if kept else rows.moved(-sum(dim < rows.first for dim in dims)))
+        return PartResult(rows if kept else rows.moved(-sum(dim < rows.first for dim in dims)))
     is_sum = str(call.node.target).startswith("aten.sum.") and dims.issuperset(rows.dims)
-    return Outcome(SUM) if is_sum else None
+    return PartResult(SUM) if is_sum else None
 
 
 # Shapes.
 
 
-def _view(call: Call) -> Outcome | None:
+def _view(call: PartCall) -> PartResult | None:
     node = call.argument("self")
     made = viewed_rows(call.rows[node], shape_of(node), call.shape, call.length)
-    return Outcome(made) if made is not None else None
+    return PartResult(made) if made is not None else None
 
 
-def _slice(call: Call) -> Outcome | None:
+def _slice(call: PartCall) -> PartResult | None:
     """Of another dimension; `slice_backward` puts the same in zeros."""
     node = call.argument("grad_output") or call.argument("self")
     rows, dim = call.rows.get(node), (call.argument("dim") or 0) % len(call.shape)
-    return Outcome(rows) if rows is not None and dim not in rows.dims else None
+    return PartResult(rows) if rows is not None and dim not in rows.dims else None
 
 
-def _same(call: Call) -> Outcome | None:
-    return Outcome(call.rows[call.argument("self")])
+def _same(call: PartCall) -> PartResult | None:
+    return PartResult(call.rows[call.argument("self")])
 
 
-def _unsqueeze(call: Call) -> Outcome | None:
+def _unsqueeze(call: PartCall) -> PartResult | None:
     node = call.argument("self")
     rows, dim = call.rows[node], call.argument("dim") % (len(shape_of(node)) + 1)
     if rows.first < dim <= rows.last:
         return None
-    return Outcome(rows.moved(1) if dim <= rows.first else rows)
+    return PartResult(rows.moved(1) if dim <= rows.first else rows)
 
 
-def _squeeze(call: Call) -> Outcome | None:
+def _squeeze(call: PartCall) -> PartResult | None:
     node = call.argument("self")
     rows, shape, dim = call.rows[node], shape_of(node), call.argument("dim")
     if not isinstance(dim, int):
@@ -192,29 +193,29 @@ def _squeeze(call: Call) -> Outcome | None:
     dim %= len(shape)
     if dim in rows.dims:
         return None
-    return Outcome(rows.moved(-1) if shape[dim] == 1 and dim < rows.first else rows)
+    return PartResult(rows.moved(-1) if shape[dim] == 1 and dim < rows.first else rows)
 
 
-def _permuted(order: Callable[[Call, int], Sequence[int]]) -> Rule:
-    def rule(call: Call) -> Outcome | None:
+def _permuted(order: Callable[[PartCall, int], Sequence[int]]) -> Rule:
+    def rule(call: PartCall) -> PartResult | None:
         node = call.argument("self")
         rows = call.rows[node]
         places = [list(order(call, len(shape_of(node)))).index(dim) for dim in rows.dims]
         first = places[0]
         together = places == list(range(first, first + len(places)))
-        return Outcome(Rows(first, places[-1])) if together else None
+        return PartResult(Rows(first, places[-1])) if together else None
 
     return rule
 
 
-def _swapped(call: Call, ndim: int) -> Sequence[int]:
+def _swapped(call: PartCall, ndim: int) -> Sequence[int]:
     order = list(range(ndim))
     one, other = call.argument("dim0") % ndim, call.argument("dim1") % ndim
     order[one], order[other] = order[other], order[one]
     return order
 
 
-def _permutation(call: Call, ndim: int) -> Sequence[int]:
+def _permutation(call: PartCall, ndim: int) -> Sequence[int]:
     return [dim % ndim for dim in call.argument("dims")]
 
 
@@ -227,7 +228,7 @@ def _letters(arguments: Mapping[str, str], *made: str, only: str = "") -> Rule:
     `only` are the letters that may be split, all where it is empty.
     """
 
-    def rule(call: Call) -> Outcome | None:
+    def rule(call: PartCall) -> PartResult | None:
         split = set[str]()
         given = {n: v for n in arguments if isinstance(v := call.argument(n), fx.Node)}
         for name, node in given.items():
@@ -245,8 +246,8 @@ def _letters(arguments: Mapping[str, str], *made: str, only: str = "") -> Rule:
 
 
 def _of_letter(
-    call: Call, letter: str, dims: Mapping[fx.Node, str], made: Sequence[str]
-) -> Outcome | None:
+    call: PartCall, letter: str, dims: Mapping[fx.Node, str], made: Sequence[str]
+) -> PartResult | None:
     needs = {}
     for node, letters in dims.items():
         if letter not in letters:
@@ -263,10 +264,10 @@ def _of_letter(
     results: tuple[Result, ...] = tuple(
         Rows(r.index(letter), r.index(letter)) if letter in r else SUM for r in made
     )
-    return Outcome(results if len(results) > 1 else results[0], needs)
+    return PartResult(results if len(results) > 1 else results[0], needs)
 
 
-def _addmm(call: Call) -> Outcome | None:
+def _addmm(call: PartCall) -> PartResult | None:
     """A product and a bias of its columns, which is the same for all rows."""
     bias = call.argument("self")
     found = _letters({"mat1": "mk", "mat2": "kn"}, "mn")(call)
@@ -279,12 +280,14 @@ def _addmm(call: Call) -> Outcome | None:
 # Look-ups.
 
 
-def _embedding(call: Call) -> Outcome | None:
+def _embedding(call: PartCall) -> PartResult | None:
     rows = call.rows.get(call.argument("indices"))
-    return Outcome(rows) if rows is not None and call.argument("weight") not in call.rows else None
+    return (
+        PartResult(rows) if rows is not None and call.argument("weight") not in call.rows else None
+    )
 
 
-def _gather(call: Call) -> Outcome | None:
+def _gather(call: PartCall) -> PartResult | None:
     """Each row has its own indices along another dimension."""
     source, index, dim = (call.argument(name) for name in ("self", "index", "dim"))
     rows = call.rows.get(source, call.rows.get(index))
@@ -296,13 +299,13 @@ def _gather(call: Call) -> Outcome | None:
         return None
     if any(n in call.rows and call.rows[n] != rows for n in (source, index)):
         return None
-    return Outcome(rows, {n: rows for n in (source, index) if n not in call.rows})
+    return PartResult(rows, {n: rows for n in (source, index) if n not in call.rows})
 
 
 # Losses.
 
 
-def _nll_loss(call: Call) -> Outcome | None:
+def _nll_loss(call: PartCall) -> PartResult | None:
     """The log-likelihoods of the targets; what counts of them is counted beforehand."""
     source, target = call.argument("self"), call.argument("target")
     if call.argument("weight") is not None or call.rows.get(source) != Rows(0, 0):
@@ -311,10 +314,10 @@ def _nll_loss(call: Call) -> Outcome | None:
     if len(shape_of(source)) != 2 or call.rows.get(target, Rows(0, 0)) != Rows(0, 0):
         return None
     none = call.argument("reduction") == 0
-    return Outcome((Rows(0, 0) if none else SUM, COUNTED), needs)
+    return PartResult((Rows(0, 0) if none else SUM, COUNTED), needs)
 
 
-def _nll_loss_backward(call: Call) -> Outcome | None:
+def _nll_loss_backward(call: PartCall) -> PartResult | None:
     names = ("grad_output", "self", "target", "total_weight")
     grad, source, target, counted = (call.argument(name) for name in names)
     if call.argument("weight") is not None or len(shape_of(source)) != 2 or counted in call.rows:
@@ -324,21 +327,21 @@ def _nll_loss_backward(call: Call) -> Outcome | None:
         return None
     if grad in call.rows and grad not in own:
         return None
-    return Outcome(Rows(0, 0), {node: Rows(0, 0) for node in own if node not in call.rows})
+    return PartResult(Rows(0, 0), {node: Rows(0, 0) for node in own if node not in call.rows})
 
 
 # Norms.
 
 
-def _layer_norm(call: Call) -> Outcome | None:
+def _layer_norm(call: PartCall) -> PartResult | None:
     node, normal = call.argument("input"), call.argument("normalized_shape")
     rows = call.rows.get(node)
     if rows is None or rows.last >= len(shape_of(node)) - len(normal):
         return None
-    return Outcome((rows, rows, rows))
+    return PartResult((rows, rows, rows))
 
 
-def _layer_norm_backward(call: Call) -> Outcome | None:
+def _layer_norm_backward(call: PartCall) -> PartResult | None:
     names = ("grad_out", "input", "mean", "rstd")
     tensors = [call.argument(name) for name in names]
     found = {call.rows[node] for node in tensors if node in call.rows}
@@ -347,10 +350,10 @@ def _layer_norm_backward(call: Call) -> Outcome | None:
     (rows,) = found
     if rows.last >= len(shape_of(tensors[1])) - len(call.argument("normalized_shape")):
         return None
-    return Outcome((rows, SUM, SUM), {node: rows for node in tensors if node not in call.rows})
+    return PartResult((rows, SUM, SUM), {node: rows for node in tensors if node not in call.rows})
 
 
-def _t(call: Call, ndim: int) -> Sequence[int]:
+def _t(call: PartCall, ndim: int) -> Sequence[int]:
     del call
     return list(reversed(range(ndim)))
 

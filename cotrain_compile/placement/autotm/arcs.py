@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.autotm.step import Kind, Step, Tensor
+from cotrain_compile.placement.autotm.step import Step, Tensor, TensorKind
 from cotrain_compile.plan import Lane
 
 Variant = Literal["static", "synchronous", "asynchronous"]
@@ -75,14 +75,14 @@ def arcs_of(step: Step, variant: Variant, tensor: Tensor, home: Tier) -> Iterato
         yield from _stays(tensor, slot, pinned)
         if variant == "asynchronous":
             yield from _copies_beside(step, tensor, slot)
-        if tensor.kind is Kind.PARAM and tensor.param in step.dataflow.update:
+        if tensor.kind is TensorKind.PARAM and tensor.param in step.dataflow.update:
             yield from _host_updates(step, variant, tensor, slot, pinned)
     yield from _stalls(step, variant, tensor, tensor.last + 1)
 
 
 def _feeds_host_update(step: Step, tensor: Tensor) -> bool:
     has_update = tensor.param in step.dataflow.update
-    return has_update and tensor.kind in (Kind.PARAM, Kind.GRADIENT)
+    return has_update and tensor.kind in (TensorKind.PARAM, TensorKind.GRADIENT)
 
 
 def _stalls(step: Step, variant: Variant, tensor: Tensor, point: int) -> Iterator[Arc]:
@@ -159,8 +159,8 @@ def _copy_s(step: Step, tensor: Tensor, lane: Lane) -> float:
 
 def homes_of(variant: Variant, tensor: Tensor) -> tuple[Tier, ...]:
     """Where its paths can begin; what the step itself makes begins on the device."""
-    can_rest_on_host = tensor.kind is Kind.STATES or (
-        tensor.kind is Kind.PARAM and variant != "static"
+    can_rest_on_host = tensor.kind is TensorKind.STATES or (
+        tensor.kind is TensorKind.PARAM and variant != "static"
     )
     return (Tier.DEVICE, Tier.HOST) if can_rest_on_host else (Tier.DEVICE,)
 

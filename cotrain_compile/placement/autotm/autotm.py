@@ -34,8 +34,8 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
 from cotrain_compile.errors import OptionError, PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm.arcs import Arc, Place, Variant, arcs_of, homes_of, is_home
-from cotrain_compile.placement.autotm.step import Kind, Row, Step, Tensor
-from cotrain_compile.placement.milp.highs_process import Answer, has_highs, solve_elsewhere
+from cotrain_compile.placement.autotm.step import MemoryRow, Step, Tensor, TensorKind
+from cotrain_compile.placement.milp.highs_process import SolverAnswer, has_highs, solve_elsewhere
 from cotrain_compile.placement.milp.linear import Expression, LinearProgram, summed
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
@@ -99,7 +99,7 @@ class _Program:
     def __init__(self, step: Step, variant: Variant) -> None:
         self.step, self.variant = step, variant
         self.linear = LinearProgram()
-        self.answer: Answer | None = None
+        self.answer: SolverAnswer | None = None
         self.names = count()
         self.on_host: dict[str, Any] = {}
         self.arcs: dict[str, list[tuple[Arc, Any]]] = {}
@@ -139,7 +139,7 @@ class _Program:
 
     def _add_update(self, group: UpdateGroup) -> None:
         """An update runs once, where its tensors are. Homes are those that an `UpdateMode` has."""
-        states = next((t for t in self._of(group) if t.kind is Kind.STATES), None)
+        states = next((t for t in self._of(group) if t.kind is TensorKind.STATES), None)
         self.linear.add(self.hosted[group.param] <= 1)
         for slot in self.step.window[group.param]:
             here = self._sum(group.param, slot, lambda arc: arc.updates)
@@ -200,7 +200,7 @@ class _Program:
                 used = summed(nbytes / unit * there for nbytes, there in terms)
                 self.linear.add(used - more <= (budget_bytes - row.fixed_bytes) / unit)
 
-    def _memory(self, row: Row) -> list[tuple[int, Any]]:
+    def _memory(self, row: MemoryRow) -> list[tuple[int, Any]]:
         """What may be on the device at `row`: bytes, and an expression that is 1 if it is."""
         step, slot = self.step, self.step.slot_of[row.op]
         tensors = [
@@ -213,7 +213,7 @@ class _Program:
         ]
         return tensors + made
 
-    def used_bytes(self, row: Row) -> int:
+    def used_bytes(self, row: MemoryRow) -> int:
         """Bytes on the device at `row` in the solution."""
         moving: int = sum(n * round(self.value(there)) for n, there in self._memory(row))
         return row.fixed_bytes + moving
@@ -311,11 +311,11 @@ def _is_away(program: _Program, tensor: Tensor, updates: Mapping[str, UpdateMode
 
 
 def _may_be_named(program: _Program, tensor: Tensor, updates: Mapping[str, UpdateMode]) -> bool:
-    if tensor.kind is Kind.PARAM:
+    if tensor.kind is TensorKind.PARAM:
         # Where there is a low-precision copy, a plan fetches that: a tensor of its own.
         group = program.step.dataflow.update.get(tensor.name)
         return program.takes(program.on_host[tensor.name]) and not (group and group.low_precision)
-    if tensor.kind is Kind.GRADIENT and updates[tensor.param] in HOST_MODES:
+    if tensor.kind is TensorKind.GRADIENT and updates[tensor.param] in HOST_MODES:
         return False
     return not tensor.persists
 

@@ -21,7 +21,7 @@ from cotrain_compile.placement.problem import Problem
 MAX_SLOTS = 48
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """What a tensor is. STATES are all states of one parameter: they rest and travel together."""
 
     ACTIVATION = "activation"
@@ -40,7 +40,7 @@ class Tensor:
     parameter it belongs to, or "".
     """
 
-    kind: Kind
+    kind: TensorKind
     buffers: tuple[Buffer, ...]
     param: str
     born: int
@@ -72,7 +72,7 @@ class Tensor:
     def leaves(self) -> int:
         """The last slot in which it must be somewhere. A gradient may be gone after its last use;
         from then on its path only says whether the host has a copy."""
-        if self.kind is Kind.GRADIENT and not self.persists:
+        if self.kind is TensorKind.GRADIENT and not self.persists:
             return max(self.touched, default=self.last)
         return self.last
 
@@ -82,7 +82,7 @@ def persists(buffer: Buffer) -> bool:
     return buffer.is_input or buffer.is_output or buffer.role in PERSISTENT_ROLES
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """Memory at op `op`: `fixed_bytes`, `tensors` that are alive, and what device updates make."""
 
     op: int
@@ -148,21 +148,23 @@ class Step:
         for group in self.dataflow.updates:
             states = tuple(buffer[name] for name in group.states)
             if states:
-                found.append(self._tensor(Kind.STATES, states, group.param))
+                found.append(self._tensor(TensorKind.STATES, states, group.param))
         for item in self.dataflow.buffers:
             if item.name in gradients:
-                found.append(self._tensor(Kind.GRADIENT, (item,), gradients[item.name]))
+                found.append(self._tensor(TensorKind.GRADIENT, (item,), gradients[item.name]))
             elif item.role is Role.PARAM:
-                found.append(self._tensor(Kind.PARAM, (item,), item.name))
+                found.append(self._tensor(TensorKind.PARAM, (item,), item.name))
             elif item.nbytes and not persists(item) and not self._maker(item) and self._idles(item):
-                found.append(self._tensor(Kind.ACTIVATION, (item,), copies.get(item.name, "")))
+                found.append(
+                    self._tensor(TensorKind.ACTIVATION, (item,), copies.get(item.name, ""))
+                )
         return {tensor.name: tensor for tensor in found}
 
     def _idles(self, buffer: Buffer) -> bool:
         slots = [self.slot_of[index] for index in self.touches[buffer.name]]
         return any(after > before + 1 for before, after in pairwise(slots))
 
-    def _tensor(self, kind: Kind, buffers: tuple[Buffer, ...], param: str) -> Tensor:
+    def _tensor(self, kind: TensorKind, buffers: tuple[Buffer, ...], param: str) -> Tensor:
         group = self.dataflow.update.get(param)
         own_ops = set(group.ops) if group else set()
         uses: dict[int, bool] = {}
@@ -176,7 +178,7 @@ class Step:
         stays = persists(buffers[0])
         born = 0 if stays else min((index for index, _ in touches), default=count)
         # A host update after the gradient's last slot still reads its copy, so its path goes on.
-        dies = count if stays or kind is Kind.GRADIENT else max(index for index, _ in touches)
+        dies = count if stays or kind is TensorKind.GRADIENT else max(index for index, _ in touches)
         first, last = self.slot_of[born], self.slot_of[dies]
         return Tensor(kind, buffers, param, born, dies, first, last, uses, update_uses)
 
@@ -228,16 +230,16 @@ class Step:
         return max(self.dataflow.position[name] for name in group.ops)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MemoryRow]:
         """Memory at the ops and at the end, without the ops that another of the slot outweighs."""
-        kept: dict[int, list[Row]] = defaultdict(list)
+        kept: dict[int, list[MemoryRow]] = defaultdict(list)
         for row in sorted(self._all_rows(), key=lambda r: (-r.fixed_bytes, -len(r.tensors))):
             others = kept[self.slot_of[row.op]]
             if not any(row.tensors <= o.tensors and row.made <= o.made for o in others):
                 others.append(row)
         return [row for slot in sorted(kept) for row in kept[slot]]
 
-    def _all_rows(self) -> Iterator[Row]:
+    def _all_rows(self) -> Iterator[MemoryRow]:
         count = len(self.dataflow.ops)
         fixed = [0] * (count + 1)
         alive: list[set[str]] = [set() for _ in fixed]
@@ -255,7 +257,7 @@ class Step:
                 else:
                     fixed[index] += buffer.nbytes
         for index, nbytes in enumerate(fixed):
-            yield Row(index, nbytes, frozenset(alive[index]), frozenset(made[index]))
+            yield MemoryRow(index, nbytes, frozenset(alive[index]), frozenset(made[index]))
 
     def _span(self, buffer: Buffer) -> range:
         """Ops at which the device holds a buffer that never moves."""

@@ -17,7 +17,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.recomputed import check_recomputed
-from cotrain_compile.placement.check.replay import Peak, replay
+from cotrain_compile.placement.check.replay import ReplayedPeak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import in_pieces, pieces_under
@@ -143,7 +143,7 @@ def check(problem: Problem, plan: Plan) -> None:
         check_budget(space, peak, plan.budgets.get(space, 0))
 
 
-def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, Peak]:
+def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, ReplayedPeak]:
     """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
     check_splits(dataflow, plan.placement)
     dataflow = split_regions(dataflow, plan.placement.splits)
@@ -158,7 +158,7 @@ def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier,
     return replay(dataflow, plan, host_workers)
 
 
-def check_budget(tier: str, peak: Peak, budget_bytes: int) -> None:
+def check_budget(tier: str, peak: ReplayedPeak, budget_bytes: int) -> None:
     """Raise `PlanError` unless `peak` is within the budget of its space."""
     if peak.nbytes > budget_bytes:
         raise PlanError(

@@ -38,14 +38,14 @@ from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
 @dataclass(frozen=True)
-class Peak:
+class ReplayedPeak:
     """The most bytes on a tier, and where in the step, in words."""
 
     nbytes: int
     where: str
 
 
-def replay(dataflow: Dataflow, plan: Plan, host_workers: int = 1) -> Mapping[Tier, Peak]:
+def replay(dataflow: Dataflow, plan: Plan, host_workers: int = 1) -> Mapping[Tier, ReplayedPeak]:
     """The peak of each tier; that of the host, with so many workers, is an upper bound.
 
     On the device a copy counts from its first touch, a fetched one from its issue, to its last
@@ -110,7 +110,7 @@ class _Replay:
         self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
         self.done: set[str] = set()
 
-    def run(self) -> Mapping[Tier, Peak]:
+    def run(self) -> Mapping[Tier, ReplayedPeak]:
         self._begin()
         self._take_over()
         for slot in range(len(self.ops) + 1):
@@ -133,9 +133,9 @@ class _Replay:
         rooms = room_bytes(self.dataflow, self.plan.placement)
         on_disk = disk_bytes(self.dataflow, self.plan.placement)
         return {
-            Tier.DEVICE: Peak(device, self.times.where(tick)),
-            Tier.HOST: Peak(host + inside + rooms, self.times.where(host_tick)),
-            **({Tier.DISK: Peak(on_disk, "between steps")} if on_disk else {}),
+            Tier.DEVICE: ReplayedPeak(device, self.times.where(tick)),
+            Tier.HOST: ReplayedPeak(host + inside + rooms, self.times.where(host_tick)),
+            **({Tier.DISK: ReplayedPeak(on_disk, "between steps")} if on_disk else {}),
         }
 
     def _begin(self) -> None:

@@ -1,7 +1,8 @@
 """Sweep: what a step would take under many budgets, on many machines, at many sizes.
 
 In: a Dataflow and the cases to try. Out: a `Point` for each, from a plan solved for it. Cases know
-nothing of one another, so they can be solved in parallel; `carry` has what they say of each other.
+nothing of one another, so they can be solved in parallel; `carried` has what they say of each
+other.
 
 Carry: what the cases of a sweep say about one another.
 

@@ -77,7 +77,7 @@ def _only_on_device_s(space: DecisionSpace) -> float:
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
+class OnThread(Generic[T]):
     """Runs `work`, from now on. As a context, it stops what `work` solves when that ends early."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -87,7 +87,7 @@ class Beside(Generic[T]):
         # another process.
         threading.Thread(target=self._run, args=(work,), name="cotrain-bound", daemon=True).start()
 
-    def __enter__(self) -> Beside[T]:
+    def __enter__(self) -> OnThread[T]:
         return self
 
     def __exit__(self, *_: object) -> None:

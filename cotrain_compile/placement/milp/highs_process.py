@@ -31,7 +31,7 @@ NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Answer:
+class SolverAnswer:
     """What HiGHS found, by its own `status` in words of small letters.
 
     `values` are those of the columns, None where none obey all rows, as far as it got. `bound` is
@@ -67,7 +67,7 @@ def solve_elsewhere(
     whole: bool = True,
     fixed: Mapping[int, float] = NOTHING,
     start: Mapping[int, float] = NOTHING,
-) -> Answer:
+) -> SolverAnswer:
     """HiGHS' answer for `program`, where some columns are `fixed`, by number.
 
     `start` is what some of them can be together. `limits` are how many "pivots" and "barrier_steps"
@@ -91,7 +91,7 @@ def solve_elsewhere(
     found = _asked(packed(message))
     if "error" in found:
         raise RuntimeError(found["error"])
-    return Answer(
+    return SolverAnswer(
         found["status"],
         found["col_value"] if found["has_values"] else None,
         found["objective"],

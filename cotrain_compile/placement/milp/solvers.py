@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.decisions.decisions import Decisions
-from cotrain_compile.placement.milp.highs_process import Answer, has_highs, solve_elsewhere
+from cotrain_compile.placement.milp.highs_process import SolverAnswer, has_highs, solve_elsewhere
 from cotrain_compile.placement.milp.linear import Column, Floats
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.work import Allowance, SolverWork
@@ -29,7 +29,7 @@ _Found: TypeAlias = tuple[str, float, Floats | None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolverLimits:
     """How far to solve a program; one that is rounded only where it may be below `known_ms`."""
 
     work: Allowance
@@ -115,7 +115,7 @@ def solve_program(
     `failure`.
     """
     began = time.monotonic()
-    limits = Limits(work, gap, seed, 1e3 * known_s)
+    limits = SolverLimits(work, gap, seed, 1e3 * known_s)
     try:
         status, bound_ms, values = _SOLVE[pick(solver)](program, limits)
     except Exception as error:  # foreign code: numpy, a library, another program
@@ -163,7 +163,7 @@ def decisions_of(program: Program, values: Floats) -> Decisions:
     return Decisions(tuple(params), tuple(activations), tuple(levels))
 
 
-def _highs(program: Program, limits: Limits) -> _Found:
+def _highs(program: Program, limits: SolverLimits) -> _Found:
     """Solve the relaxation; then with what it leaves undecided; then, from there, the whole.
 
     The relaxation says what no solution takes less than, whatever comes of the rest.
@@ -217,7 +217,7 @@ class _Rounded:
         return {column.number: float(round(self.values[column.number])) for column in choices}
 
 
-def _round(program: Program, choices: Sequence[Column], limits: Limits) -> _Rounded:
+def _round(program: Program, choices: Sequence[Column], limits: SolverLimits) -> _Rounded:
     """A good solution soon, and a bound: keep what the relaxation decides, solve for the rest.
 
     Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
@@ -240,7 +240,7 @@ def _round(program: Program, choices: Sequence[Column], limits: Limits) -> _Roun
     return _Rounded(rest.values, least_ms, values)
 
 
-def _run_highs(program: Program, limits: Limits, **how: Any) -> Answer:
+def _run_highs(program: Program, limits: SolverLimits, **how: Any) -> SolverAnswer:
     """As `solve_elsewhere`, with its work."""
     work, entries = limits.work, SolverWork(len(program.linear.matrix.value))
     options = {
@@ -254,7 +254,7 @@ def _run_highs(program: Program, limits: Limits, **how: Any) -> Answer:
     return answer
 
 
-def _cbc(program: Program, limits: Limits) -> _Found:
+def _cbc(program: Program, limits: SolverLimits) -> _Found:
     # Its base is pulp's: it can be defined only where that is.
     from cotrain_compile.placement.milp.cbc_process import solve_by_cbc
 
@@ -269,4 +269,4 @@ def _cbc(program: Program, limits: Limits) -> _Found:
     return status, program.linear.objective.at(values) / (1.0 + limits.gap), values
 
 
-_SOLVE: Mapping[str, Callable[[Program, Limits], _Found]] = {"highs": _highs, "cbc": _cbc}
+_SOLVE: Mapping[str, Callable[[Program, SolverLimits], _Found]] = {"highs": _highs, "cbc": _cbc}

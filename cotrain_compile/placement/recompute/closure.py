@@ -46,7 +46,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ForwardStretch:
     """The ops that may run again, by number: what each saves, takes and needs."""
 
     gains: tuple[int, ...]
@@ -67,7 +67,7 @@ class Stretch:
         return sum(self.seconds[op] for op in sorted(again))
 
 
-def closures(stretch: Stretch) -> list[frozenset[int]]:
+def closures(stretch: ForwardStretch) -> list[frozenset[int]]:
     """The ops that run again, for every price up to `DEAREST` at which it is other ones.
 
     Each contains the one before it, spends more seconds and saves more bytes, at a higher price for
@@ -80,14 +80,14 @@ def closures(stretch: Stretch) -> list[frozenset[int]]:
     return found
 
 
-def at_price(stretch: Stretch, price: float) -> frozenset[int]:
+def at_price(stretch: ForwardStretch, price: float) -> frozenset[int]:
     """The fewest ops whose running again is best where a byte costs `price` seconds."""
     side = _source_side(_flow_graph(stretch, price))
     return frozenset(node for node in side if isinstance(node, int))
 
 
 def _between(
-    stretch: Stretch, less: frozenset[int], more: frozenset[int]
+    stretch: ForwardStretch, less: frozenset[int], more: frozenset[int]
 ) -> Iterator[frozenset[int]]:
     """All closures with `less` < closure < `more`, smallest first."""
     spent_s = stretch.spent_s(more) - stretch.spent_s(less)
@@ -101,7 +101,7 @@ def _between(
         yield from _between(stretch, found, more)
 
 
-def _flow_graph(stretch: Stretch, price: float) -> networkx.DiGraph[Node]:
+def _flow_graph(stretch: ForwardStretch, price: float) -> networkx.DiGraph[Node]:
     """Ops on the side of the start run again; a cut costs bytes, seconds at their price."""
     graph: networkx.DiGraph[Node] = networkx.DiGraph()
     graph.add_nodes_from((_START, _END))

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
-from cotrain_compile.placement.recompute.closure import Need, Stretch, closures
+from cotrain_compile.placement.recompute.closure import ForwardStretch, Need, closures
 from cotrain_compile.placement.recompute.regions import inside, regions_of, saved_bytes
 from cotrain_compile.placement.recompute.rewrite import gathers, without_order
 
@@ -171,7 +171,7 @@ class _Replay:
     ops: tuple[Op, ...]
     made: tuple[tuple[str, ...], ...]
     later: frozenset[str]
-    stretch: Stretch
+    stretch: ForwardStretch
 
     @property
     def kind(self) -> object:
@@ -203,7 +203,7 @@ def _replay(
             if buffer.role is Role.TEMPORARY and buffer.is_passing and name not in later:
                 readers.setdefault(name, []).append(number)
     sizes = {name: dataflow.buffer[name].nbytes for name in (*maker, *readers)}
-    stretch = Stretch(
+    stretch = ForwardStretch(
         gains=tuple(sum(sizes[name] for name in names if name in later) for names in made),
         seconds=tuple(seconds[op.name] for op in ops),
         needs=tuple(
@@ -226,13 +226,13 @@ def _steps(replays: Sequence[_Replay]) -> list[_Steps]:
     return [found[replay.kind] for replay in replays]
 
 
-def _mean(alike: Sequence[_Replay]) -> Stretch:
+def _mean(alike: Sequence[_Replay]) -> ForwardStretch:
     one = alike[0].stretch
     seconds = zip(*(replay.stretch.seconds for replay in alike), strict=True)
-    return Stretch(one.gains, tuple(fmean(each) for each in seconds), one.needs)
+    return ForwardStretch(one.gains, tuple(fmean(each) for each in seconds), one.needs)
 
 
-def _steps_of(stretch: Stretch) -> _Steps:
+def _steps_of(stretch: ForwardStretch) -> _Steps:
     found: _Steps = []
     saved_bytes, spent_s = 0, 0.0
     for again in closures(stretch):

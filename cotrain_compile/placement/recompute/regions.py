@@ -93,14 +93,14 @@ _DEPTHS = 3
 
 
 @dataclass(frozen=True)
-class Region:
+class RecomputeRegion:
     """A run of the forward: its ops by position in the Dataflow, views left out."""
 
     name: str
     ops: tuple[int, ...]
 
 
-def regions_of(dataflow: Dataflow, recomputable: Collection[str]) -> tuple[Region, ...]:
+def regions_of(dataflow: Dataflow, recomputable: Collection[str]) -> tuple[RecomputeRegion, ...]:
     """The regions of a step, in program order; none where there is nothing to make again."""
     saved = saved_bytes(dataflow, recomputable)
     total = sum(saved.values())
@@ -115,7 +115,7 @@ def regions_of(dataflow: Dataflow, recomputable: Collection[str]) -> tuple[Regio
 
 
 def inside(
-    dataflow: Dataflow, regions: Sequence[Region], recomputable: Collection[str]
+    dataflow: Dataflow, regions: Sequence[RecomputeRegion], recomputable: Collection[str]
 ) -> tuple[frozenset[str], ...]:
     """The recomputable buffers of each region that do not leave it."""
     return tuple(names & frozenset(recomputable) for names in _inside(dataflow, regions))
@@ -127,7 +127,7 @@ def saved_bytes(dataflow: Dataflow, names: Collection[str]) -> Mapping[str, int]
     return {name: dataflow.buffer[name].nbytes for name in sorted(read.intersection(names))}
 
 
-def _inside(dataflow: Dataflow, regions: Sequence[Region]) -> list[frozenset[str]]:
+def _inside(dataflow: Dataflow, regions: Sequence[RecomputeRegion]) -> list[frozenset[str]]:
     """What the ops of each region make and no forward op of elsewhere reads."""
     region_at = {position: i for i, region in enumerate(regions) for position in region.ops}
     made_in: dict[str, int] = {}
@@ -151,7 +151,7 @@ def _forward(dataflow: Dataflow) -> Iterator[tuple[int, Op]]:
             yield position, op
 
 
-def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
+def _numbered(dataflow: Dataflow, depth: int) -> Iterator[RecomputeRegion]:
     """Runs of ops of one numbered module, which is inside of `depth` - 1 others.
 
     What gathers the parameters of the next one begins between them, and ends none.
@@ -164,23 +164,25 @@ def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
         here = _numbered_module(op.module, depth) if _does_something(op, exchanging) else ""
         ends = op.phase is Phase.BACKWARD or (here and here != name)
         if ends and ops:
-            yield Region(name, tuple(ops))
+            yield RecomputeRegion(name, tuple(ops))
             ops = []
         if here:
             name = here
             ops.append(position)
     if ops:
-        yield Region(name, tuple(ops))
+        yield RecomputeRegion(name, tuple(ops))
 
 
-def _with_leads(dataflow: Dataflow, regions: Iterable[Region]) -> Iterator[Region]:
+def _with_leads(
+    dataflow: Dataflow, regions: Iterable[RecomputeRegion]
+) -> Iterator[RecomputeRegion]:
     """`regions` with what leads to each from the one before: ops of no numbered module, as one that
     joins a skipped value to a U-Net's, and a module that is a single op, as what makes that larger.
 
     Otherwise these would be kept: they leave where they are made.
     """
     exchanging = _exchanging(dataflow)
-    lead: Region | None = None  # a single op that may lead to the next region
+    lead: RecomputeRegion | None = None  # a single op that may lead to the next region
     end: int | None = None
     for region in regions:
         way = range(region.ops[0] if end is None else end + 1, region.ops[0])
@@ -195,9 +197,9 @@ def _with_leads(dataflow: Dataflow, regions: Iterable[Region]) -> Iterator[Regio
                 ops = (*lead.ops, *ops)
             lead = None
         if len(region.ops) == 1:
-            lead = Region(region.name, ops)
+            lead = RecomputeRegion(region.name, ops)
         else:
-            yield Region(region.name, ops)
+            yield RecomputeRegion(region.name, ops)
     if lead is not None:
         yield lead
 
@@ -223,14 +225,14 @@ def _numbered_module(path: str, depth: int) -> str:
     return ".".join(parts[: ends[:depth][-1]]) if ends else ""
 
 
-def _between_cuts(dataflow: Dataflow, saved: Mapping[str, int]) -> Iterator[Region]:
+def _between_cuts(dataflow: Dataflow, saved: Mapping[str, int]) -> Iterator[RecomputeRegion]:
     """Stretches out of which few bytes go, of the forward before each backward."""
     for round_ in _rounds(dataflow):
         ops = [dataflow.ops[position] for position in round_]
         kept_bytes = [sum(saved.get(name, 0) for name in op.writes) for op in ops]
         for stretch in stretches(kept_bytes, _values(dataflow, ops)):
             name = f"{ops[stretch.start].name}..{ops[stretch.stop - 1].name}"
-            yield Region(name, round_[stretch.start : stretch.stop])
+            yield RecomputeRegion(name, round_[stretch.start : stretch.stop])
 
 
 def _rounds(dataflow: Dataflow) -> Iterator[tuple[int, ...]]:
@@ -268,7 +270,7 @@ def every_other_layer(dataflow: Dataflow, recomputable: Collection[str]) -> froz
 
 
 def made_again(
-    dataflow: Dataflow, regions: Sequence[Region], recomputable: Collection[str]
+    dataflow: Dataflow, regions: Sequence[RecomputeRegion], recomputable: Collection[str]
 ) -> frozenset[str]:
     """All inside of `regions` that the backward reads, and what of the rest that is made from."""
     found: set[str] = set()

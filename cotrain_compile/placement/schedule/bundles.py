@@ -3,7 +3,7 @@
 In: the tasks of a plan. Out: the same, those that may be joined with one `bundle`: copies of one
 direction, or updates on the host. A bundle is issued where the last of its members was, and waited
 for where the first of them was. So its members are joined as far as each may be issued that late
-(`settle.latest_issue`), also by those that come after it. What rests on the host and is fetched
+(`latest_issue`), also by those that come after it. What rests on the host and is fetched
 once is fetched where the first of its bundle was: each of them earlier than by itself.
 
 So the device holds more than without bundles only where something is fetched earlier; on the host

@@ -6,7 +6,7 @@ and the room in which it runs.
 The updates of a layer may be joined to one that runs at one place, where their windows have a gap
 in common. Compiled code ends at every task: an update that waits for its own states is compiled
 apart from the others, one of a whole layer is as that of the layer beside it. What it needs is
-room: all states of the layer at once (`settle` chooses).
+room: all states of the layer at once (`bundles.settled` chooses).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The list scheduler: one pass through the step that gives every move its place in it.
 
 In: a Problem, its Moves and Tactics. Out: tasks in order of issue, and the ops that were moved.
-Times are predictions (`engine.simulate` has the last word), memory is exact: see `clock` and
-`memory_ledger`. The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the
+Times are predictions (`engine.simulate` has the last word), memory is exact: see
+`books`. The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the
 updates on the device and the lane up.
 """
 
@@ -17,9 +17,14 @@ from itertools import chain, islice
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.books import Clock, MemoryLedger, TaskList
+from cotrain_compile.placement.schedule.books import (
+    Clock,
+    MemoryLedger,
+    Pending,
+    TaskList,
+    with_deadlines,
+)
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
-from cotrain_compile.placement.schedule.deadlines import Pending, with_deadlines
 from cotrain_compile.placement.schedule.exchanges_ahead import elapsed_with_stalls
 from cotrain_compile.placement.schedule.host_lane import HostLane
 from cotrain_compile.placement.schedule.moves import Fetch, Moves

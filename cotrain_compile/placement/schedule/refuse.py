@@ -2,8 +2,8 @@
 
 Peak: the op at which a placement needs most of the device, and what is alive there by kind.
 
-In: `Moves` of a placement. Out: a `Peak`, for refusals: where it is, what it is made of, and what a
-user can change about that.
+In: `Moves` of a placement. Out: a `PeakOp`, for refusals: where it is, what it is made of, and what
+a user can change about that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def refuse_device(
     )
 
 
-def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: Peak) -> str:
+def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: PeakOp) -> str:
     """Ways on: first what is sure to do, and what the peak is made of before more memory."""
     auto = "policy='auto', which also moves activations and weights"
     more = "raise memory_budget"
@@ -98,7 +98,7 @@ SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakOp:
     """`kinds` has bytes by kind, largest first; `largest` the three largest buffers.
 
     `op` is None in a step that does nothing but update.
@@ -138,7 +138,7 @@ class Peak:
         )
 
 
-def peak_of(moves: Moves) -> Peak:
+def peak_of(moves: Moves) -> PeakOp:
     """The first op at which most is alive, by the least that `moves` need."""
     used, ops = moves.slot_bytes, moves.program.ops
     slot = max(range(len(used)), key=used.__getitem__)
@@ -147,7 +147,7 @@ def peak_of(moves: Moves) -> Peak:
     gradients = {group.gradient for group in moves.program.dataflow.updates}
     for buffer in alive:
         kinds[_kind(buffer, gradients)] += buffer.nbytes
-    return Peak(
+    return PeakOp(
         op=ops[min(slot, len(ops) - 1)] if ops else None,
         kinds={kind: nbytes for kind, nbytes in kinds.most_common() if nbytes},
         largest=tuple(sorted(alive, key=lambda buffer: -buffer.nbytes)[:3]),

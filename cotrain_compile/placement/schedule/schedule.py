@@ -104,7 +104,8 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
     """The plan of a draft, with its predicted timeline.
 
     Where the device runs `compiled` code (None: if the machine's does) its tasks are settled, and
-    the updates of a layer are at one place, where that fits and takes no longer: see `settle`.
+    the updates of a layer are at one place, where that fits and takes no longer: see
+    `bundles.settled`.
     """
     problem = problem.under(draft.placement)
     settles = problem.machine.fuses_updates if compiled is None else compiled

@@ -24,7 +24,7 @@ from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import (
     ACTIVATIONS,
     GRADIENTS,
-    Peak,
+    PeakOp,
     peak_of,
     refuse_device,
 )
@@ -116,13 +116,13 @@ def _host_bytes(problem: Problem, least: Least) -> int:
     return place(problem, least.placement, found.tasks, found.moved).host_bytes
 
 
-def _in_words(peak: Peak) -> str:
+def _in_words(peak: PeakOp) -> str:
     """Where the peak is and the largest buffers alive there."""
     buffers = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in peak.largest)
     return f"{peak.where}: {buffers}"
 
 
-def _advice(peak: Peak) -> str:
+def _advice(peak: PeakOp) -> str:
     """What would lower the peak: a smaller batch where it is made of temporaries."""
     temporary = sum(peak.kinds.get(kind, 0) for kind in (ACTIVATIONS, GRADIENTS))
     if 2 * temporary >= peak.nbytes:

@@ -17,9 +17,9 @@ class SolveSettings:
     with updates there that begin on guesses: while the search goes on, so that the plan counts on
     them, or `hedged`, in the end, so that without them it takes no longer than one that waits. With
     `recompute` the policy `auto` also tries to make values again. Where the device runs `compiled`
-    code (None: if the machine's does) tasks are settled, as `settle` says. `micro_batch_order` is
-    "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try both. With `split` it also
-    tries regions of the step in parts.
+    code (None: if the machine's does) tasks are settled, as `bundles.settled` says.
+    `micro_batch_order` is "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try
+    both. With `split` it also tries regions of the step in parts.
     """
 
     policy: str = "auto"

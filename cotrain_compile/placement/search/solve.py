@@ -20,7 +20,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
-from cotrain_compile.placement.milp.bound import Beside, certified_bound_s
+from cotrain_compile.placement.milp.bound import OnThread, certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
@@ -51,7 +51,7 @@ from cotrain_compile.placement.search.variants import (
     fastest_of,
 )
 from cotrain_compile.placement.search.whole_programs import decide_by_program, solve_programs
-from cotrain_compile.placement.work import Allowance, Meter
+from cotrain_compile.placement.work import Allowance, WorkMeter
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.support.collector import collector_off
 
@@ -109,8 +109,8 @@ class _Search(Attempts):
         work: Allowance,
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
-        self.bound: Beside[float] | None = None
-        self.bound_meter = Meter(self.meter.guard_s)
+        self.bound: OnThread[float] | None = None
+        self.bound_meter = WorkMeter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
     @cached_property
@@ -126,7 +126,7 @@ class _Search(Attempts):
         # A bound in guessed seconds bounds nothing: the machine may be faster than that.
         is_bounded = policy in CERTIFIED and self.problem.machine.rates is not Rates.GUESSED
         # HiGHS has processes of its own: the bound is certified beside the search, and with it.
-        self.bound = Beside(self._certify) if is_bounded else None
+        self.bound = OnThread(self._certify) if is_bounded else None
         with self.bound or nullcontext():
             if policy == "auto":
                 self._climb(incumbents)

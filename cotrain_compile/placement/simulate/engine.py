@@ -102,17 +102,14 @@ def simulate(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
     contention: Contention = UNDISTURBED,
-    initial_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
     """Run `works` from time 0, each lane in the order listed, and say when everything happened.
-
-    `initial_bytes` are the bytes alive on each tier before the first work.
 
     Raises:
         PlanError: two works share a name, a lane or dependency is unknown, works wait for each
             other in a circle, or a tier would hold less than nothing.
     """
-    run = _run(works, lanes, contention, initial_bytes or {})
+    run = _run(works, lanes, contention)
     return Timeline(
         source="predicted",
         spans=tuple(span for _, span in run.ended),
@@ -125,18 +122,16 @@ def _run(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
     contention: Contention,
-    initial_bytes: Mapping[str, int],
 ) -> _Run:
     lane_specs = {lane.name: lane for lane in lanes}
     before = _dependencies(works, lane_specs, contention)
-    return _Run(works, before, lane_specs, contention, initial_bytes).to_the_end()
+    return _Run(works, before, lane_specs, contention).to_the_end()
 
 
 def steady_state(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
     contention: Contention = UNDISTURBED,
-    initial_bytes: Mapping[str, int] | None = None,
     *,
     steps: int = 8,
 ) -> Periodic:
@@ -152,7 +147,7 @@ def steady_state(
     if steps < 2:
         raise ValueError(f"a period needs at least 2 steps, not {steps}")
     spans: list[list[Span]] = [[] for _ in range(steps)]
-    for work, span in _run(repeat(works, steps), lanes, contention, initial_bytes or {}).ended:
+    for work, span in _run(repeat(works, steps), lanes, contention).ended:
         spans[work.step].append(span)
     # In order of their end: the last one of a step ends it.
     ends_s = [of_step[-1].end_s if of_step else 0.0 for of_step in spans]
@@ -243,10 +238,10 @@ class _Running:
 class _Memory:
     """Bytes alive per tier: now, at their peak, and as a curve."""
 
-    def __init__(self, initial_bytes: Mapping[str, int]) -> None:
-        self.alive_bytes = Counter(initial_bytes)
-        self.peak_bytes = dict(initial_bytes)
-        self.curve = {tier: [(0.0, nbytes)] for tier, nbytes in initial_bytes.items()}
+    def __init__(self) -> None:
+        self.alive_bytes = Counter[str]()
+        self.peak_bytes: dict[str, int] = {}
+        self.curve: dict[str, list[tuple[float, int]]] = {}
 
     def change(self, work: Work, now_s: float, changes: Mapping[str, int], sign: int) -> None:
         for tier, nbytes in changes.items():
@@ -269,7 +264,6 @@ class _Run:
         before: Sequence[Sequence[int]],
         lanes: Mapping[str, LaneSpec],
         contention: Contention,
-        initial_bytes: Mapping[str, int],
     ) -> None:
         self.works = works
         self.before = before
@@ -296,7 +290,7 @@ class _Run:
         self.tickets = 0
         self.ends: list[tuple[float, int, _Running]] = []
         self.ended: list[tuple[Work, Span]] = []
-        self.memory = _Memory(initial_bytes)
+        self.memory = _Memory()
 
     def to_the_end(self) -> _Run:
         self._start_ready(self.lanes)

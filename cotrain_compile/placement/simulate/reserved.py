@@ -1,8 +1,8 @@
 """Reserved: what torch's allocator takes from a card for a plan, beside what the plan allocates.
 
-In: a placed step. Out: `Reserved`, from the model of the allocator in
-`analysis.caching_allocator`, to which the plan's allocations and frees are given in program order,
-op by op: what compiled code fuses away is in it, and what it takes inside is not.
+In: a placed step. Out: `Reserved`, from the model of the allocator below, to which the plan's
+allocations and frees are given in program order, op by op: what compiled code fuses away is in it,
+and what it takes inside is not.
 
 The caching allocator of torch as a model: what a card's memory is reserved for, block by block.
 

@@ -2,7 +2,7 @@
 
 Each direction of the link has a stream. A copy is given to it by the step's thread, at the copy's
 place in the graph; where it comes after work of the host that is not done, by the thread that ends
-that work (`issued`). The stream waits for the copies that this one comes after, and for the event
+that work (`LateCopy`). The stream waits for the copies that this one comes after, and for the event
 that the step's thread recorded on the compute stream at the copy's place. A task of the host waits
 for copies by their events. So a copy is done when it is issued, a task of the host when its work
 is, and the compute stream waits for the rest. Copies on one stream come in the order in which they

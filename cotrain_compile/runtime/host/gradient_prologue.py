@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from cotrain_compile.graph import returns_argument_memory
+from cotrain_compile.graph.random_ops import has_random_tag
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.host.match_update import ancestors, is_random
+from cotrain_compile.runtime.host.match_update import ancestors
 from cotrain_compile.runtime.meter import MeteredGraph
 
 # A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
@@ -113,7 +114,7 @@ def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result follows from the same elements of the inputs."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
-    is_tagged = torch.Tag.pointwise in node.target.tags and not is_random(node)
+    is_tagged = torch.Tag.pointwise in node.target.tags and not has_random_tag(node)
     return node.target in _ELEMENTWISE or is_tagged
 
 

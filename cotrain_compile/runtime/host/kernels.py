@@ -21,6 +21,7 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.extract.optimizer_loops import NARROW, has_loop
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
+from cotrain_compile.graph.random_ops import has_random_tag
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
@@ -31,7 +32,6 @@ from cotrain_compile.runtime.host.match_update import (
     COPY,
     Match,
     ancestors,
-    is_random,
     match_update,
 )
 from cotrain_compile.runtime.host.speculation import speculative_kernels
@@ -264,7 +264,7 @@ class _Behind:
         if node in self._overwritten:
             raise _ReadsOldValue
         if node not in self._values:
-            if is_random(node):
+            if has_random_tag(node):
                 raise _ReadsOldValue  # it would draw twice
             self._values[node] = self._graph.node_copy(node, self._again)
         return self._values[node]
@@ -278,4 +278,4 @@ class _Behind:
 
 
 def _any_random(nodes: Iterable[fx.Node]) -> bool:
-    return any(is_random(node) for node in nodes)
+    return any(has_random_tag(node) for node in nodes)

@@ -188,11 +188,6 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether an op draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def reads_what_is_overwritten(graph: fx.Graph) -> bool:
     """Whether an op reads an input as such after it is written: its order would matter then."""
     written: set[Any] = set()

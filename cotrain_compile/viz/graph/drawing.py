@@ -12,7 +12,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.support.units import format_bytes
-from cotrain_compile.viz.graph.picture import Arrow, Box, Kind, Picture
+from cotrain_compile.viz.graph.picture import Arrow, Box, BoxKind, Picture
 from cotrain_compile.viz.kinds import COLOURS
 
 _FILL: Mapping[str, str] = {
@@ -25,23 +25,23 @@ _FILL: Mapping[str, str] = {
 }
 # Groups whose colour white stands out from more than black does.
 _DARK = {"backward", "host", "offload"}
-_STYLE: Mapping[Kind, str] = {
-    Kind.DATA: 'color="#80808080"',
-    Kind.ISSUE: 'color="#D55E00", style=dashed',
+_STYLE: Mapping[BoxKind, str] = {
+    BoxKind.DATA: 'color="#80808080"',
+    BoxKind.ISSUE: 'color="#D55E00", style=dashed',
     # What waits for a copy stands where its data says, not below the copy.
-    Kind.WAIT: 'color="#009E73", style=bold, constraint=false',
-    Kind.THEN: 'color="#E69F00"',
+    BoxKind.WAIT: 'color="#009E73", style=bold, constraint=false',
+    BoxKind.THEN: 'color="#E69F00"',
 }
 # Curves go round boxes, straight lines through their titles; but with hundreds of boxes curves and
 # a longer search take minutes, lines and a short one seconds.
 _CURVES = ("-Gsplines=true", "-Granksep=0.25", "-Gnodesep=0.2")
 _QUICKLY = ("-Gnslimit=0.5", "-Gnslimit1=0.5", "-Gmclimit=0.05", "-Gsplines=line")
 MOST_BOXES_WITH_CURVES = 60
-_LEGEND: Mapping[Kind, str] = {
-    Kind.DATA: "grey arrow: reads, with the bytes read",
-    Kind.ISSUE: "dashed arrow: starts a task",
-    Kind.WAIT: "bold arrow: is waited for",
-    Kind.THEN: "orange arrow: follows a task",
+_LEGEND: Mapping[BoxKind, str] = {
+    BoxKind.DATA: "grey arrow: reads, with the bytes read",
+    BoxKind.ISSUE: "dashed arrow: starts a task",
+    BoxKind.WAIT: "bold arrow: is waited for",
+    BoxKind.THEN: "orange arrow: follows a task",
 }
 SUFFIXES = (".txt", ".dot", ".svg")
 

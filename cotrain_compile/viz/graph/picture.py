@@ -33,7 +33,7 @@ _PASSES = (Phase.FORWARD.value, Phase.BACKWARD.value)
 
 
 @dataclass(frozen=True)
-class Work:
+class DrawnWork:
     """An op or a task: where it belongs, and `group`: a phase, "offload", "prefetch" or "host".
 
     `nbytes` is what a task moves; 0 for ops.
@@ -48,7 +48,7 @@ class Work:
 
 
 # The box of a work; None where the picture leaves it out.
-Fold = Callable[[Work], str | None]
+Fold = Callable[[DrawnWork], str | None]
 
 
 def foldings(level: Level, opened: str, layers: Iterable[str]) -> tuple[Fold, ...]:
@@ -80,13 +80,13 @@ def series(layers: Iterable[str]) -> Mapping[str, str]:
 
 
 def _by_layer(of_series: Mapping[str, str]) -> tuple[Fold, ...]:
-    def each(work: Work) -> str:
+    def each(work: DrawnWork) -> str:
         return f"{work.group} {work.layer}"
 
-    def alike(work: Work) -> str:
+    def alike(work: DrawnWork) -> str:
         return f"{work.group} {of_series.get(work.layer, work.layer)}"
 
-    def passes(work: Work, depth: int | None = None) -> str:
+    def passes(work: DrawnWork, depth: int | None = None) -> str:
         if work.group not in _PASSES:
             return work.group
         folded = of_series.get(work.layer, work.layer)
@@ -99,15 +99,15 @@ def _by_layer(of_series: Mapping[str, str]) -> tuple[Fold, ...]:
 def _around(level: Level, opened: str) -> tuple[Fold, ...]:
     """Foldings of what is in a layer; of all else there are the neighbours, without their tasks."""
 
-    def elsewhere(work: Work, of_layer: bool = True) -> str | None:
+    def elsewhere(work: DrawnWork, of_layer: bool = True) -> str | None:
         if work.tier is not Tier.DEVICE:
             return None
         return f"{work.group} {work.layer}" if of_layer else f"{work.group} elsewhere"
 
-    def each(work: Work) -> str | None:
+    def each(work: DrawnWork) -> str | None:
         return work.name if work.layer == opened else elsewhere(work)
 
-    def modules(work: Work, depth: int | None, of_layer: bool) -> str | None:
+    def modules(work: DrawnWork, depth: int | None, of_layer: bool) -> str | None:
         if work.layer != opened:
             return elsewhere(work, of_layer)
         if work.group not in _PASSES:
@@ -127,7 +127,7 @@ MOST_BOXES = 20
 SCALARS_BYTES = 1024
 
 
-class Kind(StrEnum):
+class BoxKind(StrEnum):
     """What an arrow says: a value is read, a task is started or waited for, one follows another."""
 
     DATA = "data"
@@ -157,7 +157,7 @@ class Arrow:
 
     source: str
     target: str
-    kind: Kind
+    kind: BoxKind
     nbytes: int = 0
 
 
@@ -206,13 +206,13 @@ def _drawn(folded: _Folded, layer: str) -> Picture:
     return Picture(tuple(b for b in folded.boxes.values() if b.name in shown), arrows)
 
 
-def _works(run: Dataflow, known: Layers, plan: Plan | None) -> tuple[Work, ...]:
+def _works(run: Dataflow, known: Layers, plan: Plan | None) -> tuple[DrawnWork, ...]:
     """The ops of the device in their order, then the tasks."""
     tasks = plan.tasks if plan else ()
     moved = {op for region in (plan.host_regions if plan else ()) for op in region.ops}
     layer_of = known.of_tasks(plan) if plan else {}
     ops = (
-        Work(
+        DrawnWork(
             op.name,
             known.module_of_op[op.name],
             known.of_op[op.name],
@@ -225,12 +225,12 @@ def _works(run: Dataflow, known: Layers, plan: Plan | None) -> tuple[Work, ...]:
     return *ops, *(_of_task(task, layer_of.get(task.name, REST)) for task in tasks)
 
 
-def _of_task(task: Task, layer: str) -> Work:
+def _of_task(task: Task, layer: str) -> DrawnWork:
     match task:
         case Transfer():
-            return Work(task.name, layer, layer, task.direction, Tier.HOST, task.nbytes)
+            return DrawnWork(task.name, layer, layer, task.direction, Tier.HOST, task.nbytes)
         case HostRegion():
-            return Work(task.name, layer, layer, "host", Tier.HOST)
+            return DrawnWork(task.name, layer, layer, "host", Tier.HOST)
         case _:
             assert_never(task)
 
@@ -239,7 +239,7 @@ class _Folded:
     """Which box each op and task is in, and the boxes."""
 
     def __init__(
-        self, run: Dataflow, plan: Plan | None, works: tuple[Work, ...], fold: Fold
+        self, run: Dataflow, plan: Plan | None, works: tuple[DrawnWork, ...], fold: Fold
     ) -> None:
         self.dataflow, self.plan = run, plan
         self.boxes: dict[str, Box] = {}
@@ -251,7 +251,7 @@ class _Folded:
                 self._fold(work, box)
         self.is_folded = any(box.count > 1 for box in self.boxes.values())
 
-    def _fold(self, work: Work, name: str) -> None:
+    def _fold(self, work: DrawnWork, name: str) -> None:
         """Put an op or task into its box."""
         empty = Box(name, (), work.group, work.tier, 0)
         before = self.boxes.get(name, empty)
@@ -271,7 +271,7 @@ class _Folded:
         for (source, target), buffers in read.items():
             nbytes = sum(self.dataflow.buffer[name].nbytes for name in buffers)
             if not self.is_folded or nbytes > SCALARS_BYTES:
-                yield Arrow(source, target, Kind.DATA, nbytes)
+                yield Arrow(source, target, BoxKind.DATA, nbytes)
         yield from dict.fromkeys(a for a in self._of_tasks() if a.source != a.target)
 
     def _reads(self) -> Iterator[tuple[str, str, str]]:
@@ -290,11 +290,11 @@ class _Folded:
         for task in self.plan.tasks if self.plan else ():
             starts, ends = self._flows(task)
             if starts and task.issue_after is not None:
-                yield from self._arrow(task.issue_after, task.name, Kind.ISSUE)
+                yield from self._arrow(task.issue_after, task.name, BoxKind.ISSUE)
             if ends and task.wait_before is not None:
-                yield from self._arrow(task.name, task.wait_before, Kind.WAIT)
+                yield from self._arrow(task.name, task.wait_before, BoxKind.WAIT)
             for before in task.after:
-                yield from self._arrow(before, task.name, Kind.THEN)
+                yield from self._arrow(before, task.name, BoxKind.THEN)
 
     def _flows(self, task: Task) -> tuple[bool, bool]:
         """Whether the op after which `task` starts, and the one that waits for it, have arrows.
@@ -305,7 +305,7 @@ class _Folded:
         direction = task.direction if isinstance(task, Transfer) and self.is_folded else ""
         return direction != "prefetch", direction != "offload"
 
-    def _arrow(self, source: str, target: str, kind: Kind) -> Iterator[Arrow]:
+    def _arrow(self, source: str, target: str, kind: BoxKind) -> Iterator[Arrow]:
         """Between two that are both in the picture."""
         if source in self.box_of and target in self.box_of:
             yield Arrow(self.box_of[source], self.box_of[target], kind)

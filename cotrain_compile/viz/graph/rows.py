@@ -53,7 +53,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """`count` layers that are alike: ops, seconds by phase (0 without a plan), bytes, marks."""
 
     name: str
@@ -64,7 +64,7 @@ class Row:
     marks: tuple[Mark, ...] = ()
 
 
-def rows(dataflow: Dataflow, plan: Plan | None = None) -> tuple[Row, ...]:
+def rows(dataflow: Dataflow, plan: Plan | None = None) -> tuple[LayerRow, ...]:
     """The rows of a step in the order of its forward, with the marks of `plan`."""
     facts = _Facts(dataflow, plan)
     members: dict[tuple[object, ...], list[str]] = {}
@@ -75,9 +75,9 @@ def rows(dataflow: Dataflow, plan: Plan | None = None) -> tuple[Row, ...]:
     return tuple(_row(facts, own, of_series) for own in members.values())
 
 
-def _row(facts: _Facts, own: list[str], of_series: Mapping[str, str]) -> Row:
+def _row(facts: _Facts, own: list[str], of_series: Mapping[str, str]) -> LayerRow:
     name = of_series.get(own[0], own[0]) if len(own) > 1 else own[0]
-    return Row(
+    return LayerRow(
         name=name,
         count=len(own),
         ops={phase: sum(facts.ops[layer][phase] for layer in own) for phase in Phase},
@@ -184,7 +184,7 @@ _ARROWS: Mapping[Phase, str] = {Phase.FORWARD: "↓", Phase.BACKWARD: "↑", Pha
 _HEADINGS = ("layers", "parameters", *(phase.value for phase in Phase))
 
 
-def rows_text(rows: Sequence[Row]) -> str:
+def rows_text(rows: Sequence[LayerRow]) -> str:
     """A line for each row, with its marks on the line below, and what they mean at the end."""
     table = [_HEADINGS, *(tuple(_cells(row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -199,7 +199,7 @@ def rows_text(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *_legend(rows)])
 
 
-def write_rows(rows: Sequence[Row], path: Path) -> None:
+def write_rows(rows: Sequence[LayerRow], path: Path) -> None:
     """Write the rows in the format of the suffix of `path`: .txt or .svg.
 
     Raises `OptionError` for another suffix.
@@ -217,31 +217,31 @@ def _sized(cells: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[int, t
     return enumerate(zip(cells, widths, strict=True))
 
 
-def _cells(row: Row) -> Iterator[str]:
+def _cells(row: LayerRow) -> Iterator[str]:
     yield _title(row)
     yield format_bytes(row.param_bytes) if row.param_bytes else ""
     for phase in Phase:
         yield f"{_ARROWS[phase]} {_amount(row, phase)}".strip() if row.ops[phase] else ""
 
 
-def _title(row: Row) -> str:
+def _title(row: LayerRow) -> str:
     return f"{row.name} ×{row.count}" if row.count > 1 else row.name
 
 
-def _amount(row: Row, phase: Phase) -> str:
+def _amount(row: LayerRow, phase: Phase) -> str:
     seconds = row.seconds[phase]
     return (
         format_seconds(seconds) if seconds else f"{row.ops[phase]} op{'s' * (row.ops[phase] > 1)}"
     )
 
 
-def _words(mark: Mark, row: Row) -> str:
+def _words(mark: Mark, row: LayerRow) -> str:
     """How much, and in how many of the row's layers where not in all."""
     told = f"{mark.parts} parts" if mark.parts else format_bytes(mark.nbytes)
     return told if mark.layers == row.count else f"{told} in {mark.layers} of {row.count}"
 
 
-def _legend(rows: Sequence[Row]) -> Iterator[str]:
+def _legend(rows: Sequence[LayerRow]) -> Iterator[str]:
     used = {mark.sign for row in rows for mark in row.marks}
     for sign in Sign:
         if sign in used:
@@ -263,7 +263,7 @@ _STYLE = """
 """
 
 
-def rows_svg(rows: Sequence[Row]) -> str:
+def rows_svg(rows: Sequence[LayerRow]) -> str:
     """The rows as a picture, light or dark as the reader's system is."""
     y, parts = 44.0, list[str]()
     for phase, x in _COLUMNS.items():
@@ -288,7 +288,7 @@ def rows_svg(rows: Sequence[Row]) -> str:
     )
 
 
-def _row_svg(row: Row, y: float) -> Iterator[str]:
+def _row_svg(row: LayerRow, y: float) -> Iterator[str]:
     height = _ROW + (_MARKS if row.marks else 0)
     yield f'<rect class="box" x="8" y="{y}" width="{_WIDTH - 16}" height="{height + 6}" rx="8"/>'
     yield _text(_LEFT, y + 21, _title(row))

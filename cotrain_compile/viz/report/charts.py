@@ -33,7 +33,7 @@ from bokeh.plotting import figure
 from cotrain_compile.machine import Tier
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
-from cotrain_compile.viz.specification import Bar, Curve, Panel
+from cotrain_compile.viz.specification import Bar, MemoryCurve, Panel
 
 # Bars of one layer with less than this part of the step between them are merged.
 JOINED = 1 / 1000
@@ -292,14 +292,14 @@ def _unit(scale: int) -> str:
     return next((unit for nbytes, unit in _UNITS if nbytes == scale), "B")
 
 
-def _to_the_end(curve: Curve, panel: Panel, tier: Tier) -> Curve:
+def _to_the_end(curve: MemoryCurve, panel: Panel, tier: Tier) -> MemoryCurve:
     """The curve drawn to the end of the step; where there is none, its peak all the time."""
     if not curve.times_s:
         peak = panel.peak_bytes.get(tier, 0)
-        return Curve((0.0, panel.makespan_s), (peak, peak), {})
+        return MemoryCurve((0.0, panel.makespan_s), (peak, peak), {})
     if curve.times_s[-1] >= panel.makespan_s:
         return curve
-    return Curve(
+    return MemoryCurve(
         (*curve.times_s, panel.makespan_s),
         (*curve.total, curve.total[-1]),
         {kind: (*nbytes, nbytes[-1]) for kind, nbytes in curve.by_kind.items()},

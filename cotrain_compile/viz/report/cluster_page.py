@@ -34,7 +34,7 @@ from cotrain_compile.viz.strategies import (
 
 
 @dataclass(frozen=True)
-class Row:
+class PictureRow:
     """A row of a picture over the layers: stretches from one share of them to another, in percent.
 
     `used` is the peak's share of what the device has, in percent, None where that is not drawn.
@@ -85,13 +85,13 @@ def cluster_html(found: Answer, profile: LayerProfile) -> str:
     )
 
 
-def _pictures(found: Answer, layers: Sequence[str]) -> Mapping[str, tuple[Row, ...]]:
+def _pictures(found: Answer, layers: Sequence[str]) -> Mapping[str, tuple[PictureRow, ...]]:
     """Cuts and widths, by strategy."""
     drawn = {one.name: (*cuts(one, layers), *widths(one, layers)) for one in found.strategies}
     return {name: rows for name, rows in drawn.items() if rows}
 
 
-def cuts(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
+def cuts(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[PictureRow]:
     """A row for each stage: its layers, and its peak against what its device has."""
     if strategy.stages is None or strategy.peak_bytes is None:
         return
@@ -102,10 +102,10 @@ def cuts(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
     ):
         says = f"{format_bytes(peak)} of {format_bytes(capacity)}"
         drawn = (_stretch(layers, first, end),)
-        yield Row(f"stage {stage}", drawn, says, 100 * peak / capacity)
+        yield PictureRow(f"stage {stage}", drawn, says, 100 * peak / capacity)
 
 
-def widths(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
+def widths(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[PictureRow]:
     """A row for each width that occurs, the widest first: the layers that have it."""
     if not strategy.widths:
         return
@@ -117,7 +117,7 @@ def widths(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
         drawn = tuple(_stretch(layers, first, end) for first, end in runs[width])
         count = sum(end - first for first, end in runs[width])
         name = "1 device" if width == 1 else f"{width} devices"
-        yield Row(name, drawn, f"{count} layer{'s' * (count > 1)}")
+        yield PictureRow(name, drawn, f"{count} layer{'s' * (count > 1)}")
 
 
 def _stretch(layers: Sequence[str], first: int, end: int) -> tuple[float, float, str]:

@@ -46,7 +46,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBuffers:
     """`count` buffers that are alike in all layers: what readers call them, what each has."""
 
     name: str
@@ -56,13 +56,13 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFacts:
     """What is on the device where most is: bytes by kind, and what holds most of them."""
 
     nbytes: int
     where: str
     by_kind: tuple[tuple[str, int], ...]
-    largest: tuple[Held, ...]
+    largest: tuple[HeldBuffers, ...]
 
 
 def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> Iterator[str]:
@@ -167,7 +167,7 @@ def comparison(
             yield "reserved on a card", format_bytes(found.reserved_bytes), *unmeasured, ""
 
 
-def peak(problem: Problem, plan: Plan) -> Peak:
+def peak(problem: Problem, plan: Plan) -> PeakFacts:
     """What is alive on the device in the first slot in which most is."""
     placed = place_plan(problem, plan)
     program, used = placed.program, placed.device_bytes
@@ -181,12 +181,12 @@ def peak(problem: Problem, plan: Plan) -> Peak:
         by_kind[what] += buffer.nbytes
         alike.setdefault((folded(name), what, buffer.nbytes), []).append(name)
     held = [
-        Held(name if len(own) > 1 else own[0], what, nbytes, len(own))
+        HeldBuffers(name if len(own) > 1 else own[0], what, nbytes, len(own))
         for (name, what, nbytes), own in alike.items()
     ]
     held.sort(key=lambda one: -one.nbytes * one.count)
     op = program.ops[min(slot, program.end - 1)]
-    return Peak(
+    return PeakFacts(
         nbytes=used[slot],
         where=f"{called.of_op[op.name]} ({called.what[op.name]})",
         by_kind=tuple(by_kind.most_common()),
@@ -201,7 +201,7 @@ def _busy(timeline: Timeline, lane: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """A parameter in the table; `nbytes` with its states, seconds None where there are none."""
 
     name: str
@@ -215,7 +215,7 @@ class Row:
     why: str
 
 
-def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
+def parameter_rows(problem: Problem, plan: Plan) -> tuple[ParameterRow, ...]:
     """Every parameter of the step, in its order."""
     problem = problem.under(plan.placement)
     dataflow = problem.dataflow
@@ -230,7 +230,7 @@ def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
         mode = plan.placement.updates.get(buffer.name)
         distance = distances.get(buffer.name)
         rows.append(
-            Row(
+            ParameterRow(
                 name=buffer.name,
                 nbytes=buffer.nbytes,
                 state_bytes=sum(dataflow.buffer[s].nbytes for s in group.states) if group else 0,
@@ -253,7 +253,7 @@ class Group:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterRow, ...]
 
     @property
     def nbytes(self) -> int:
@@ -272,9 +272,9 @@ class Group:
         return _least(row.slack_s for row in self.rows)
 
 
-def groups(rows: Iterable[Row]) -> tuple[Group, ...]:
+def groups(rows: Iterable[ParameterRow]) -> tuple[Group, ...]:
     """Rows that say the same but for the number of their layer, in the order of the first."""
-    alike: dict[tuple[object, ...], list[Row]] = {}
+    alike: dict[tuple[object, ...], list[ParameterRow]] = {}
     for row in rows:
         key = (folded(row.name), row.nbytes, row.state_bytes, row.kept, row.home, row.why)
         alike.setdefault(key, []).append(row)

@@ -42,7 +42,7 @@ _TOKEN_BYTES = 8  # token numbers are int64
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes of a memory that are used, and those that may be, with a remark on the first."""
 
     name: str
@@ -88,7 +88,7 @@ class Verdict:
 
     fits: str
     remark: str
-    memories: tuple[Memory, ...]
+    memories: tuple[MemoryUse, ...]
     step_s: float
     rates: tuple[str, ...]
     pace: str
@@ -168,15 +168,15 @@ def _capital(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _memories(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline]) -> Iterator[Memory]:
+def _memories(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline]) -> Iterator[MemoryUse]:
     for tier in plan.tiers:
         planned = plan.predicted.peak_bytes.get(tier, 0)
         seen = max((t.peak_bytes.get(tier, 0) for t in measured), default=0)
         remark = "" if seen else "at most" if tier is Tier.HOST else ""
-        yield Memory(tier.value, seen or planned, plan.budgets[tier], remark)
+        yield MemoryUse(tier.value, seen or planned, plan.budgets[tier], remark)
         found = reserved_on_card(plan, dataflow) if tier is Tier.DEVICE else None
         if found is not None:
-            yield Memory("reserved", found.reserved_bytes, plan.budgets[tier])
+            yield MemoryUse("reserved", found.reserved_bytes, plan.budgets[tier])
 
 
 def _rates(

@@ -153,6 +153,7 @@ def test_the_second_plan_of_a_unet_holds(resident_unet: Trained) -> None:
         check_second_plan("unet", resident_unet)
 
 
+@pytest.mark.long
 def test_some_later_plan_holds_where_the_second_is_cut_elsewhere(resident_unet: Trained) -> None:
     """Values leave by what ops need one by one, to the last byte: code that fuses them has none."""
     budget = int(0.62 * resident_unet.rehearsed_bytes)

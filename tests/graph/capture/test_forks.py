@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cotrain_compile
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.runtime.lanes import Lane
+from cotrain_compile.runtime.lanes import WorkerLane
 from tests.graph.passes.test_races import plan_at_random
 from tests.support.captured_steps import captured, differences, place, reference
 from tests.support.faults import SETTINGS, compile_setting, trial_of, undisturbed
@@ -76,7 +76,7 @@ def test_a_fork_finds_every_update_whole(tmp_path: Path) -> None:
 
 
 def test_a_fork_ends_like_any_process() -> None:
-    lane = Lane("host")
+    lane = WorkerLane("host")
     lane.submit("update.w", lambda: None, ()).done.wait()
     child = os.fork()
     if child == 0:

@@ -15,7 +15,7 @@ from cotrain_compile import files
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.cli.reading import read_problem
 from cotrain_compile.demo.job import Shape, batch, standard_library
-from cotrain_compile.demo.run import Outcome, Settings, run
+from cotrain_compile.demo.run import DemoOutcome, Settings, run
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.plan import Plan
@@ -38,7 +38,7 @@ def settings(output: Path, **changes: Any) -> Settings:
     return replace(small, **changes)
 
 
-def said_by(chosen: Settings) -> tuple[Outcome, str]:
+def said_by(chosen: Settings) -> tuple[DemoOutcome, str]:
     """Run the demo and return what it prints where there is no terminal, and what it found."""
     text = io.StringIO()
     outcome = run(chosen, Console(file=text, width=200))
@@ -46,14 +46,14 @@ def said_by(chosen: Settings) -> tuple[Outcome, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome, str]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoOutcome, str]:
     """A demo from start to end, on this computer as measured: its folder and what it printed."""
     output = tmp_path_factory.mktemp("whole")
     return output, *said_by(settings(output, machine=""))
 
 
 def test_it_trains_within_a_budget_that_no_rule_fits_and_matches_eager(
-    whole: tuple[Path, Outcome, str],
+    whole: tuple[Path, DemoOutcome, str],
 ) -> None:
     output, outcome, said = whole
     for rule in RULES:
@@ -68,7 +68,7 @@ def test_it_trains_within_a_budget_that_no_rule_fits_and_matches_eager(
 
 
 def test_its_prediction_is_from_the_times_of_its_first_steps(
-    whole: tuple[Path, Outcome, str],
+    whole: tuple[Path, DemoOutcome, str],
 ) -> None:
     output, _, said = whole
     profile = files.load(output / "profile.json", CostTable)

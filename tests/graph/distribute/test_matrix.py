@@ -20,10 +20,14 @@ def test_a_step_is_that_of_eager_however_it_is_shared(two_ranks: Ranks) -> None:
     check(two_ranks, FEW)
 
 
+@pytest.mark.long
 def test_layers_that_are_split_and_sharded_train_on_a_mesh_of_two_dimensions(
     four_ranks: Ranks,
 ) -> None:
-    """Groups of the mesh have other names on each rank, and one plan is right for all."""
+    """Groups of the mesh have other names on each rank, and one plan is right for all.
+
+    In every run `test_split_and_sharded_layers_train_within_a_budget` trains on such a mesh.
+    """
     check(four_ranks, [Cell("sharded tensor parallel", "budget", "adamw", "clipped")])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import cotrain_compile
 from cotrain_compile.backends.eager import lock_step
-from cotrain_compile.backends.eager.calls import Row
+from cotrain_compile.backends.eager.calls import AlikeOps
 from cotrain_compile.runtime import bound_ops
 from cotrain_compile.runtime.bound_ops import bound, list_op
 from tests.graph.exactness.test_exactness import assert_bitwise_equal
@@ -157,7 +157,7 @@ def test_a_peak_in_the_updates_is_that_of_the_plan(optimizer: str) -> None:
 
 def test_with_little_room_fewer_updates_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_step, "MOST_BYTES", 3000)
-    rows_of_calls = list[Sequence[Row]]()
+    rows_of_calls = list[Sequence[AlikeOps]]()
 
     def check(step: Step) -> None:
         check_peak(step)

@@ -16,8 +16,12 @@ from cotrain_compile.machine.op_classes import OpKind
 from tests.support.fresh_process import run_fresh
 
 
-@functools.cache
 def traced(*, last: bool = False, precision: str = "highest", card: bool = True) -> Dataflow:
+    return _kept(last, precision, card)
+
+
+@functools.cache
+def _kept(last: bool, precision: str, card: bool) -> Dataflow:
     return run_fresh(_traced, last, precision, card) if card else _traced(last, precision, card)
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.lanes import Lane
+from cotrain_compile.runtime.lanes import WorkerLane
 from tests.support.captured_steps import differences
 from tests.support.faults import (
     SETTINGS,
@@ -125,7 +125,7 @@ def test_an_exception_at_every_node(name: str, most: int | None) -> None:
 # Threads that die.
 
 
-def threads_of(lane: Lane) -> Iterator[threading.Thread]:
+def threads_of(lane: WorkerLane) -> Iterator[threading.Thread]:
     for thread in threading.enumerate():
         if getattr(thread, "_args", ()) and lane._queue in thread._args:  # type: ignore[attr-defined]
             yield thread

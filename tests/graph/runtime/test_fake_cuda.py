@@ -25,8 +25,8 @@ from cotrain_compile.capture.offline.card_attention import (
     FLOAT,
     HALF,
     IN_SIXTEENTHS,
-    Call,
-    Kernel,
+    AttentionCall,
+    AttentionKernel,
     kernel_of,
     usual_order,
 )
@@ -285,9 +285,9 @@ def test_an_autocast_that_torch_turns_off_is_no_trace_in_full_precision() -> Non
         cotrain_compile.trace(lambda: (step, (torch.zeros(2, 4),)))
 
 
-def call(**changes: Any) -> Call:
+def call(**changes: Any) -> AttentionCall:
     """Causal attention in bfloat16 with heads of 128."""
-    usual = Call(
+    usual = AttentionCall(
         dtype=BFLOAT16,
         query_width=128,
         key_width=128,
@@ -312,19 +312,19 @@ def call(**changes: Any) -> Call:
 @pytest.mark.parametrize(
     ("changes", "capability", "kernel"),
     [
-        ({}, (8, 9), Kernel.FLASH),
-        ({}, (9, 0), Kernel.CUDNN),
-        ({}, (7, 0), Kernel.MATH),  # no bfloat16 there
-        ({"dtype": HALF}, (7, 0), Kernel.EFFICIENT),
-        ({"dtype": FLOAT}, (9, 0), Kernel.EFFICIENT),
-        ({"mask": True, "causal": False}, (8, 9), Kernel.EFFICIENT),
-        ({"mask": True, "causal": False, "mask_grad": True}, (8, 9), Kernel.MATH),
-        ({"square": False}, (8, 0), Kernel.EFFICIENT),
-        ({"dense": False}, (9, 0), Kernel.MATH),
+        ({}, (8, 9), AttentionKernel.FLASH),
+        ({}, (9, 0), AttentionKernel.CUDNN),
+        ({}, (7, 0), AttentionKernel.MATH),  # no bfloat16 there
+        ({"dtype": HALF}, (7, 0), AttentionKernel.EFFICIENT),
+        ({"dtype": FLOAT}, (9, 0), AttentionKernel.EFFICIENT),
+        ({"mask": True, "causal": False}, (8, 9), AttentionKernel.EFFICIENT),
+        ({"mask": True, "causal": False, "mask_grad": True}, (8, 9), AttentionKernel.MATH),
+        ({"square": False}, (8, 0), AttentionKernel.EFFICIENT),
+        ({"dense": False}, (9, 0), AttentionKernel.MATH),
     ],
 )
 def test_attention_takes_the_kernel_that_torch_takes_on_the_card(
-    changes: dict[str, Any], capability: tuple[int, int], kernel: Kernel
+    changes: dict[str, Any], capability: tuple[int, int], kernel: AttentionKernel
 ) -> None:
     order = usual_order(capability, cudnn=NEW)
     assert kernel_of(call(**changes), capability, order, cudnn=NEW) is kernel
@@ -333,7 +333,7 @@ def test_attention_takes_the_kernel_that_torch_takes_on_the_card(
 @pytest.mark.parametrize("changes", [{"one_key": True}, {"deterministic": True}])
 def test_attention_that_cudnn_cannot_do_is_left_to_flash(changes: dict[str, Any]) -> None:
     order = usual_order(H100, cudnn=NEW)
-    assert kernel_of(call(**changes), H100, order, cudnn=NEW) is Kernel.FLASH
+    assert kernel_of(call(**changes), H100, order, cudnn=NEW) is AttentionKernel.FLASH
 
 
 @pytest.mark.parametrize(
@@ -350,16 +350,16 @@ def test_cudnn_drops_out_where_its_version_does(
     changes: dict[str, Any], cudnn: int, does: bool
 ) -> None:
     """Where it is alone allowed, there is no kernel otherwise."""
-    order = [-1, Kernel.CUDNN]
+    order = [-1, AttentionKernel.CUDNN]
     kernel = kernel_of(call(dropout=True, **changes), H100, order, cudnn=cudnn)
-    assert kernel is (Kernel.CUDNN if does else Kernel.NONE)
-    assert kernel_of(call(**changes), H100, order, cudnn=cudnn) is Kernel.CUDNN
+    assert kernel is (AttentionKernel.CUDNN if does else AttentionKernel.NONE)
+    assert kernel_of(call(**changes), H100, order, cudnn=cudnn) is AttentionKernel.CUDNN
 
 
 def test_cudnn_comes_first_on_some_cards_if_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch asks it last otherwise, and where its environment says so."""
-    assert usual_order(H100, cudnn=91501)[0] is Kernel.CUDNN
-    assert usual_order(H100, cudnn=91500)[-1] is Kernel.CUDNN
-    assert usual_order((8, 0), cudnn=NEW)[-1] is Kernel.CUDNN
+    assert usual_order(H100, cudnn=91501)[0] is AttentionKernel.CUDNN
+    assert usual_order(H100, cudnn=91500)[-1] is AttentionKernel.CUDNN
+    assert usual_order((8, 0), cudnn=NEW)[-1] is AttentionKernel.CUDNN
     monkeypatch.setenv(DEPRIORITIZED, "1")
-    assert usual_order(H100, cudnn=NEW)[-1] is Kernel.CUDNN
+    assert usual_order(H100, cudnn=NEW)[-1] is AttentionKernel.CUDNN

@@ -30,7 +30,7 @@ from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host import pieces
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.lanes import Lane
+from cotrain_compile.runtime.lanes import WorkerLane
 from tests.support.captured_steps import captured
 from tests.support.faults import LINK_IS_DOWN, failing_call
 from tests.support.held_back import PATIENCE_S
@@ -162,11 +162,13 @@ def test_what_was_begun_when_a_piece_fails_is_named(direction: str) -> None:
 
 
 @pytest.fixture
-def lanes() -> tuple[Lane, Lane]:
-    return Lane("down"), Lane("up")
+def lanes() -> tuple[WorkerLane, WorkerLane]:
+    return WorkerLane("down"), WorkerLane("up")
 
 
-def test_a_follower_works_while_what_it_follows_goes_on(lanes: tuple[Lane, Lane]) -> None:
+def test_a_follower_works_while_what_it_follows_goes_on(
+    lanes: tuple[WorkerLane, WorkerLane],
+) -> None:
     down, up = lanes
     how = Piecewise(rows=1, row_elements=1, count=3)
     ahead = Course(how)
@@ -190,7 +192,7 @@ def test_a_follower_works_while_what_it_follows_goes_on(lanes: tuple[Lane, Lane]
     assert second.ran
 
 
-def test_one_that_follows_a_failure_has_not_begun(lanes: tuple[Lane, Lane]) -> None:
+def test_one_that_follows_a_failure_has_not_begun(lanes: tuple[WorkerLane, WorkerLane]) -> None:
     down, up = lanes
     how = Piecewise(rows=1, row_elements=1, count=2)
     ahead = Course(how)
@@ -207,7 +209,7 @@ def test_one_that_follows_a_failure_has_not_begun(lanes: tuple[Lane, Lane]) -> N
 
 
 def test_what_a_task_waits_between_its_pieces_is_not_what_it_takes(
-    lanes: tuple[Lane, Lane],
+    lanes: tuple[WorkerLane, WorkerLane],
 ) -> None:
     down, up = lanes
     how = Piecewise(rows=1, row_elements=1, count=2)

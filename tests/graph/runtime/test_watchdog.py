@@ -15,7 +15,7 @@ import torch
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import POLLS
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 from tests.graph.runtime.test_cuda_runtime import Placed, streamed_plan
 from tests.support.captured_steps import captured, differences
 from tests.support.faults import SETTINGS, Trial, clones, compile_setting, undisturbed
@@ -136,7 +136,7 @@ def test_one_late_look_at_a_task_is_not_enough() -> None:
 
 def test_a_task_given_up_before_it_begins_never_runs() -> None:
     gate, ran = threading.Event(), []
-    lane = Lane("h2d")
+    lane = WorkerLane("h2d")
     first = lane.submit("first", gate.wait, ())
     second = lane.submit("second", lambda: ran.append(torch.ones(1)), ())
     second.give_up(TimeoutError("too late"))

@@ -6,31 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.analysis.races import Event, find_race
+from cotrain_compile.analysis.races import StepEvent, find_race
 from cotrain_compile.plan import Lane
 
 WEIGHT = {"w"}
 DEVICE, HOST, D2H, H2D, *_ = Lane
 
 
-def device(name: str, *, reads: str = "", writes: str = "") -> Event:
-    return Event(name, Lane.DEVICE, tuple(reads.split()), tuple(writes.split()))
+def device(name: str, *, reads: str = "", writes: str = "") -> StepEvent:
+    return StepEvent(name, Lane.DEVICE, tuple(reads.split()), tuple(writes.split()))
 
 
 MAKE = device("mm", writes="g")
-OFFLOAD = Event("offload.g", D2H, ("g",), ("g_host",))
+OFFLOAD = StepEvent("offload.g", D2H, ("g",), ("g_host",))
 FREE = device("free", writes="g")
-UPDATE = Event("update.w", HOST, ("g_host",), ("w",), after=("offload.g",))
-BACK = Event("back.w", H2D, ("w",), ("w_device",), after=("update.w",))
+UPDATE = StepEvent("update.w", HOST, ("g_host",), ("w",), after=("offload.g",))
+BACK = StepEvent("back.w", H2D, ("w",), ("w_device",), after=("update.w",))
 READ = device("mm_1", reads="w_device")
 
 
-def wait(*tasks: str) -> Event:
-    return Event("wait", DEVICE, after=tasks)
+def wait(*tasks: str) -> StepEvent:
+    return StepEvent("wait", DEVICE, after=tasks)
 
 
-def wait_previous(*tasks: str) -> Event:
-    return Event("wait_previous", DEVICE, after_previous=tasks)
+def wait_previous(*tasks: str) -> StepEvent:
+    return StepEvent("wait_previous", DEVICE, after_previous=tasks)
 
 
 SOUND = (MAKE, OFFLOAD, wait("offload.g"), FREE, UPDATE, BACK, wait("back.w"), READ)
@@ -40,7 +40,7 @@ def test_a_sound_step_has_no_race() -> None:
     assert find_race(SOUND, WEIGHT) is None
 
 
-def without(edge: str, event: Event) -> Event:
+def without(edge: str, event: StepEvent) -> StepEvent:
     return replace(event, after=tuple(name for name in event.after if name != edge))
 
 
@@ -53,7 +53,7 @@ def without(edge: str, event: Event) -> Event:
         (wait("offload.g"), "offload.g", "offload.g and free, which use g "),
     ],
 )
-def test_an_edge_that_matters_is_missed(event: Event, edge: str, said: str | None) -> None:
+def test_an_edge_that_matters_is_missed(event: StepEvent, edge: str, said: str | None) -> None:
     broken = [without(edge, other) if other == event else other for other in SOUND]
     race = find_race(broken, WEIGHT)
     assert (race is None) if said is None else (race is not None and said in str(race))
@@ -65,7 +65,7 @@ def test_the_device_waits_for_what_comes_before_a_task_it_waits_for() -> None:
 
 
 def test_copies_of_one_direction_are_in_order_and_updates_are_not() -> None:
-    first, second = Event("a", H2D, (), ("x",)), Event("b", H2D, (), ("x",))
+    first, second = StepEvent("a", H2D, (), ("x",)), StepEvent("b", H2D, (), ("x",))
     assert find_race([first, second, wait("b")], {"x"}) is None
     on_host = [replace(first, lane=HOST), replace(second, lane=HOST), wait("b")]
     assert find_race(on_host, {"x"}) is not None
@@ -77,7 +77,7 @@ def test_a_task_that_comes_after_one_not_yet_issued() -> None:
 
 
 ENDS = device("the end of the step", writes="w")
-CARRIED = Event("update.w", HOST, (), ("w",))
+CARRIED = StepEvent("update.w", HOST, (), ("w",))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -102,7 +102,7 @@ def test_what_nobody_waits_for_is_in_flight_when_the_step_ends() -> None:
 
 def test_memory_made_in_a_step_is_new_in_the_next() -> None:
     sent = (MAKE, OFFLOAD, wait("offload.g"), FREE)
-    late = Event("update.w", HOST, ("g_host",), ("w",))
+    late = StepEvent("update.w", HOST, ("g_host",), ("w",))
     end = replace(ENDS, ends_step=True)
     events = (wait_previous("update.w"), *sent, late, end)
     assert find_race(events, WEIGHT) is None

@@ -15,7 +15,7 @@ from cotrain_compile.cluster.model.profiles import per_sample
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.plan import Plan
-from cotrain_compile.viz.report.cluster_page import Row, cuts, widths
+from cotrain_compile.viz.report.cluster_page import PictureRow, cuts, widths
 from tests.support.clusters import SMALL_HOST, a_box, a_model
 from tests.unit.cluster.test_traced_profile import step
 
@@ -91,13 +91,13 @@ def test_cuts_and_widths_are_drawn_over_the_layers() -> None:
         "pipeline-gpipe", peak_bytes=(5, 9), stages=plan, capacities_bytes=(10, 12)
     )
     assert list(cuts(cut, layers)) == [
-        Row("stage 0", ((0, 25, "a"),), "5 B of 10 B", 50),
-        Row("stage 1", ((25, 75, "b to d"),), "9 B of 12 B", 75),
+        PictureRow("stage 0", ((0, 25, "a"),), "5 B of 10 B", 50),
+        PictureRow("stage 1", ((25, 75, "b to d"),), "9 B of 12 B", 75),
     ]
     wide = RankedStrategy("burst", widths={"a": 2, "b": 1, "c": 2, "d": 2})
     assert list(widths(wide, layers)) == [
-        Row("2 devices", ((0, 25, "a"), (50, 50, "c to d")), "3 layers"),
-        Row("1 device", ((25, 25, "b"),), "1 layer"),
+        PictureRow("2 devices", ((0, 25, "a"), (50, 50, "c to d")), "3 layers"),
+        PictureRow("1 device", ((25, 25, "b"),), "1 layer"),
     ]
 
 

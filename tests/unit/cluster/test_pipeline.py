@@ -20,8 +20,8 @@ from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder
 from cotrain_compile.cluster.pipeline.pipeline import (
     PipelinePlan,
     layer_peaks,
+    options_of,
     plan_pipeline,
-    plans_of,
 )
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.profile_files import read_profile
@@ -124,7 +124,7 @@ def test_the_search_misses_nothing_by_its_bounds_and_knows_slower_devices() -> N
     model = replace(MODEL, slowness={"slow": 3.0, "fast": 1.0})
     for order in PipelineOrder:
         best = plan_pipeline(model, rows, order, 8)
-        plans = list(plans_of(model, rows, order, 8))
+        plans = [p for option in options_of(model, rows, order, 8) for p in option.plans()]
         assert len(plans) > 20
         assert best.step.seconds == min(plan.step.seconds for plan in plans)
         assert all(plan.least_s <= plan.step.seconds for plan in plans)
@@ -150,7 +150,8 @@ def test_what_does_not_fit_rests_on_the_host_and_no_timing_passes_the_peak(
         row = a_row(3, capacity, host=host)
         plans = [
             plan
-            for plan in plans_of(MODEL, [row], order, 8)
+            for option in options_of(MODEL, [row], order, 8)
+            for plan in option.plans()
             if not plan.recompute and plan.micro_batch == 1
         ]
         assert plans

@@ -127,21 +127,6 @@ def test_what_holds_for_every_model_and_machine() -> None:
             assert max(ends) == pytest.approx(busy_s)
 
 
-def test_packs_may_be_given() -> None:
-    """Any packing that the search finds is planned as it is; what is no packing is refused."""
-    model = a_random_model(random.Random(3))
-    machine = a_machine(900, 10.0, Network(10.0))
-    best = plan_swapped_replicas(model, machine, 2, 4)
-    given = plan_swapped_replicas(model, machine, 2, 4, (best.forward, best.backward))
-    assert (given.forward, given.backward) == (best.forward, best.backward)
-    assert given.step.seconds == best.step.seconds
-    for plan in choices_of(PackCosts(model), machine, 2, 4):
-        own = plan_swapped_replicas(model, machine, 2, 4, (plan.forward, plan.backward))
-        assert own.step.seconds <= plan.step.seconds
-    with pytest.raises(OptionError, match="not one behind the other"):
-        plan_swapped_replicas(model, machine, 2, 4, ((), (Pack(1, 2),)))
-
-
 def test_packings() -> None:
     weights = [1.0, 1.0, 4.0, 1.0, 1.0]
 

@@ -97,13 +97,21 @@ def test_on_a_crowded_path_it_counts_how_many_are_busy() -> None:
 
 def test_memory_is_taken_at_the_start_and_returned_at_the_end() -> None:
     works = [
+        Work("hold", "device", 0.0, allocates={"device": 100}),
         Work("make", "device", 1.0, allocates={"device": 8}),
         Work("offload", "copy", 2.0, ("make",), allocates={"host": 8}, frees={"device": 8}),
         Work("other", "device", 1.0, allocates={"device": 4}, frees={"device": 4}),
     ]
-    timeline = simulate(works, [DEVICE, COPY], initial_bytes={"device": 100})
+    timeline = simulate(works, [DEVICE, COPY])
     assert timeline.peak_bytes == {Tier.DEVICE: 112, Tier.HOST: 8}
-    assert timeline.memory[Tier.DEVICE] == ((0, 100), (0, 108), (1, 112), (2, 108), (3, 100))
+    assert timeline.memory[Tier.DEVICE] == (
+        (0, 0),
+        (0, 100),
+        (0, 108),
+        (1, 112),
+        (2, 108),
+        (3, 100),
+    )
     assert all(isinstance(tier, Tier) for tier in timeline.peak_bytes)
 
 

@@ -12,8 +12,8 @@ import pytest
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.placement.recompute.closure import (
     DEAREST,
+    ForwardStretch,
     Need,
-    Stretch,
     at_price,
     closures,
 )
@@ -29,7 +29,7 @@ PRICES = (1e-12, 3e-11, 1e-10, 3e-10, 1e-9, 3e-9, DEAREST)
 # Closures.
 
 
-def random_stretch(rng: random.Random) -> Stretch:
+def random_stretch(rng: random.Random) -> ForwardStretch:
     """Up to 9 ops with bypasses; some values the backward reads, and some come from outside."""
     count = rng.randint(1, 9)
     is_read = [rng.random() < 0.6 for _ in range(count)]
@@ -38,7 +38,7 @@ def random_stretch(rng: random.Random) -> Stretch:
     for op in range(count):
         for source in {op - 1, *rng.sample(range(-2, op + 1), k=rng.randint(0, 2))} - {op}:
             readers.setdefault(source, []).append(op)
-    return Stretch(
+    return ForwardStretch(
         gains=tuple(n if read else 0 for n, read in zip(nbytes, is_read, strict=True)),
         seconds=tuple(rng.choice((0.0, 1.0, 2.0, 5.0, 9.0)) * 1e-6 for _ in range(count)),
         needs=tuple(
@@ -49,7 +49,7 @@ def random_stretch(rng: random.Random) -> Stretch:
     )
 
 
-def objective(stretch: Stretch, again: frozenset[int], price: float) -> float:
+def objective(stretch: ForwardStretch, again: frozenset[int], price: float) -> float:
     return stretch.spent_s(again) - price * stretch.saved_bytes(again)
 
 
@@ -88,15 +88,15 @@ def test_closures_are_nested_and_all_that_any_price_finds(seed: int) -> None:
 
 def test_a_value_is_kept_for_an_op_where_that_saves_more() -> None:
     """The op's input, which the backward does not read, is a tenth of what the op makes."""
-    kept = Stretch((1000,), (1e-9,), (Need(100, (0,)),))
+    kept = ForwardStretch((1000,), (1e-9,), (Need(100, (0,)),))
     assert closures(kept) == [frozenset({0})]
     assert kept.saved_bytes({0}) == 900
-    too_large = Stretch((1000,), (1e-9,), (Need(1001, (0,)),))
+    too_large = ForwardStretch((1000,), (1e-9,), (Need(1001, (0,)),))
     assert closures(too_large) == []
 
 
 def test_an_input_is_kept_until_making_it_again_costs_less() -> None:
-    stretch = Stretch((0, 1000), (1e-6, 1e-9), (Need(100, (1,), 0),))
+    stretch = ForwardStretch((0, 1000), (1e-6, 1e-9), (Need(100, (1,), 0),))
     assert closures(stretch) == [frozenset({1}), frozenset({0, 1})]
 
 

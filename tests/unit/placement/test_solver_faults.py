@@ -15,13 +15,13 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp import solvers
-from cotrain_compile.placement.milp.highs_process import Answer, solve_elsewhere
+from cotrain_compile.placement.milp.highs_process import SolverAnswer, solve_elsewhere
 from cotrain_compile.placement.milp.linear import LinearProgram, summed
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import UNLIMITED, Allowance, Meter
+from cotrain_compile.placement.work import UNLIMITED, Allowance, WorkMeter
 from cotrain_compile.plan import Plan
 from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
@@ -95,7 +95,7 @@ def rounding(*, relaxed: bool = False) -> Program:
 
 def solved(program: Program, known_s: float = math.inf) -> Solution:
     return solve_program(
-        program, "highs", work=Allowance(Meter(), 10.0), gap=0.0, seed=0, known_s=known_s
+        program, "highs", work=Allowance(WorkMeter(), 10.0), gap=0.0, seed=0, known_s=known_s
     )
 
 
@@ -115,10 +115,10 @@ def test_the_relaxation_bounds_a_program_that_nothing_more_is_found_for(
     full = solved(rounding(relaxed=relaxed))
     run = solvers._run_highs
 
-    def only_relaxations(*arguments: Any, whole: bool = True, **how: Any) -> Answer:
+    def only_relaxations(*arguments: Any, whole: bool = True, **how: Any) -> SolverAnswer:
         if not whole:
             return run(*arguments, whole=whole, **how)
-        return Answer("time limit reached", None, math.inf, -math.inf, {})
+        return SolverAnswer("time limit reached", None, math.inf, -math.inf, {})
 
     monkeypatch.setattr(solvers, "_run_highs", only_relaxations)
     cut_short = solved(rounding(relaxed=relaxed))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.runtime.held import Held
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 
 PATIENCE_S = 20.0
 DOWN, UP, HOST = LaneName.D2H, LaneName.H2D, LaneName.HOST
@@ -15,7 +15,7 @@ class Lanes:
     """Lanes of a device, what is held for them, and who has run what."""
 
     def __init__(self) -> None:
-        self.lanes = {name: Lane(name) for name in (DOWN, UP, HOST)}
+        self.lanes = {name: WorkerLane(name) for name in (DOWN, UP, HOST)}
         self.held = Held(self.lanes)
         self.ran: list[str] = []
         self.threads: set[str] = set()

@@ -11,7 +11,7 @@ from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import CotrainError
-from cotrain_compile.scaling.rows import Row, read_row
+from cotrain_compile.scaling.rows import RanksRow, read_row
 
 STAGES = StagePlan("1F1B", ("layers.1",), 2, 2)
 
@@ -27,10 +27,10 @@ def test_a_row_of_an_answer_is_taken_by_its_name(tmp_path: Path) -> None:
         RankedStrategy("replicate", reason="too large"),
     )
     files.save(Answer("net", "4xa100", 8, rows), path)
-    assert read_row(path, 4) == Row(Layout(replicate=2, shard=2))
-    assert read_row(path, 4, "pipeline-data") == Row(Layout(2, 2), STAGES)
-    assert read_row(path, 2, "pipeline-1f1b") == Row(Layout(2), STAGES)
-    assert read_row(path, 8, "shard") == Row(Layout(shard=8))
+    assert read_row(path, 4) == RanksRow(Layout(replicate=2, shard=2))
+    assert read_row(path, 4, "pipeline-data") == RanksRow(Layout(2, 2), STAGES)
+    assert read_row(path, 2, "pipeline-1f1b") == RanksRow(Layout(2), STAGES)
+    assert read_row(path, 8, "shard") == RanksRow(Layout(shard=8))
     for name, told in (
         ("shard", r"for 8 ranks \(shard 8\), and there are 4: .*--nproc-per-node 8"),
         ("burst", r"what runs it: cotrain_compile\.burst"),
@@ -42,11 +42,11 @@ def test_a_row_of_an_answer_is_taken_by_its_name(tmp_path: Path) -> None:
 
 def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
     layout = Layout(shard=2, tensor=2)
-    for value, row in ((layout, Row(layout)), (STAGES, Row(Layout(pipeline=4), STAGES))):
+    for value, row in ((layout, RanksRow(layout)), (STAGES, RanksRow(Layout(pipeline=4), STAGES))):
         files.save(value, tmp_path / "plan.json")
         assert read_row(tmp_path / "plan.json", 4) == read_row(value, 4) == row
-    assert read_row({"shard": 2, "tensor": 2}, 4) == Row(layout)
-    assert read_row({"pipeline": 4}, 4, stages=STAGES) == Row(Layout(4), STAGES)
+    assert read_row({"shard": 2, "tensor": 2}, 4) == RanksRow(layout)
+    assert read_row({"pipeline": 4}, 4, stages=STAGES) == RanksRow(Layout(4), STAGES)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.viz.graph.drawing import as_dot, as_text, write_picture
-from cotrain_compile.viz.graph.picture import MOST_BOXES, Kind, Level, picture, series
+from cotrain_compile.viz.graph.picture import MOST_BOXES, BoxKind, Level, picture, series
 from tests.support.dataflows import chain, random_dataflows
 from tests.unit.viz.test_report import PLAN, STEP
 
@@ -38,7 +38,7 @@ def test_an_arrow_is_what_an_op_reads_of_another() -> None:
     drawn = picture(chain(2), level="op")
     arrows = {(a.source, a.target): a for a in drawn.arrows}
     assert arrows["forward_0", "forward_1"].nbytes == 4 * 8 * 64
-    assert arrows["forward_0", "forward_1"].kind is Kind.DATA
+    assert arrows["forward_0", "forward_1"].kind is BoxKind.DATA
     assert ("forward_1", "forward_0") not in arrows
 
 
@@ -57,8 +57,8 @@ def test_a_placed_step_has_each_task_once_and_host_ops_in_their_region(level: Le
 
 def test_what_waits_for_a_task_has_an_arrow_from_it() -> None:
     drawn = picture(STEP, PLAN, level="op")
-    waits = {(a.source, a.target) for a in drawn.arrows if a.kind is Kind.WAIT}
-    then = {(a.source, a.target) for a in drawn.arrows if a.kind is Kind.THEN}
+    waits = {(a.source, a.target) for a in drawn.arrows if a.kind is BoxKind.WAIT}
+    then = {(a.source, a.target) for a in drawn.arrows if a.kind is BoxKind.THEN}
     assert waits == {(t.name, t.wait_before) for t in PLAN.tasks if t.wait_before is not None}
     assert then == {(before, t.name) for t in PLAN.tasks for before in t.after}
     assert waits
