@@ -115,7 +115,7 @@ class RegionLevel:
 class ActivationCluster:
     """Temporaries that may be away from bucket `leaves` (last use) to `returns` (next use).
 
-    Where they are not `movable` there is nothing in between. With `sent` they have been away before
+    A copy may begin behind bucket `made`, in which they are written last before that. Where they are not `movable` there is nothing in between. With `sent` they have been away before
     that, so that they are on the host already. `again` says what it takes to make
     them again, None where that is not to be decided here; `from_level` where a decision about the
     levels of regions makes them again, so that they are not away as well. `slots` are those of the
@@ -126,6 +126,7 @@ class ActivationCluster:
     nbytes: int
     leaves: int
     returns: int
+    made: int
     movable: bool = True
     sent: bool = False
     again: Again | None = None
