@@ -95,12 +95,11 @@ def share_updates(attempts: Attempts) -> None:
 def _try_share(attempts: Attempts, problem: Problem, placement: Placement, share: float) -> bool:
     """Whether a plan with this share streamed is the fastest yet."""
     before = attempts.found.fastest
-    for shared in with_share_streamed(problem, placement, share):
+    for shared, moves in with_share_streamed(problem, placement, share):
         if not _has_work_for_one(attempts):
             return False
         attempts.progress(f"trying {share:.0%} of the host's updates streamed")
         with suppress(PlacementError):
-            moves = moves_of(problem, shared)
             for tactics in TACTICS:
                 attempts.found.keep(
                     shared.policy, attempts.drafted(problem, shared, moves, tactics)

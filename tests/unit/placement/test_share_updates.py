@@ -56,7 +56,7 @@ def test_whatever_share_is_streamed_the_plan_is_sound(
     problem = problem_of(dataflow)
     placement = rule(dataflow)
     gradients = {group.gradient for group in dataflow.updates}
-    tried = list(with_share_streamed(problem, placement, share))
+    tried = [shared for shared, _ in with_share_streamed(problem, placement, share)]
     away, stays = (gradients.intersection(shared.away) for shared in tried)
     assert UpdateMode.STREAMED in tried[0].updates.values()
     assert bool(away) is not (kept or rule is zero_offload)
@@ -79,7 +79,7 @@ def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None
     )
     first = next(at for at, op in enumerate(step.ops) if op.phase is Phase.OPTIMIZER)
     problem = problem_of(replace(step, ops=(*step.ops[:first], *looks, *step.ops[first:])))
-    away, _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
+    (away, _), _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
     moves = moves_of(problem, away)
     ready = {send.name: send.ready for send in moves.sends}
     awaited = [
