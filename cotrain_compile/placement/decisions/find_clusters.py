@@ -91,7 +91,9 @@ def activation_clusters(
             tuple(b.name for b in part),
             sum(b.nbytes for b in part),
             *gap[:2],
-            min(step.bucket_after(written_before(step.program, b.name, used[b.name])) for b in part),
+            min(
+                step.bucket_after(written_before(step.program, b.name, used[b.name])) for b in part
+            ),
             *gap[2:],
             again=_least(part, again) if alike else None,
             from_level=level,

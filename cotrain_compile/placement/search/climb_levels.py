@@ -12,7 +12,8 @@ import math
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
-from cotrain_compile.placement.search.variants import NEAR, Cut, Levels, Variant
+from cotrain_compile.placement.search.cuts import Cut
+from cotrain_compile.placement.search.variants import NEAR, Levels, Variant
 
 # Where replays of layers need more than this part of the device they are tried in parts. Of so many
 # stretches of a layer one cut each is tried, and those up to so far from the best.
