@@ -18,7 +18,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import smallest
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.list_scheduler import Tactics
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.share_updates import (
@@ -29,7 +29,7 @@ from cotrain_compile.placement.search.share_updates import (
 from cotrain_compile.plan import Placement, UpdateMode
 
 # So long before their use, in parts of a step, moves up begin at the earliest.
-LATE_STARTS = (LATE, Tactics(lookahead=0.1))
+LATE_STARTS = (EAGER, LATE, Tactics(lookahead=0.1))
 # Where not all of them fit, the smaller ones of them may.
 PARTS = (1, 2, 4, 8)
 # A part of the step that is not worth a try.
@@ -50,6 +50,8 @@ def fetch_late(attempts: Attempts) -> None:
     problem = attempts.problem.under(placement)
     moves = moves_of(problem, placement)
     for tactics in LATE_STARTS:
+        if tactics == fastest.tactics:
+            continue
         if not _has_work_for_one(attempts):
             return
         with suppress(PlacementError):

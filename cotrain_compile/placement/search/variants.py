@@ -32,7 +32,6 @@ from cotrain_compile.placement.recompute.levels import (
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.residency import low_precision_copies
-from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.cuts import Cut, cuts_of
 from cotrain_compile.placement.search.infeasible import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
@@ -104,12 +103,6 @@ class Variant:
         """The plan that needs least of the device."""
         self.meter.charge(PER_OP_OF_LEAST * len(self.problem.dataflow.ops))
         return least_of(self.problem)
-
-    @property
-    def once_away_bytes(self) -> int:
-        """The most that any op needs where everything is away that can be, but nothing twice."""
-        once = replace(self.least.placement, refetched=())
-        return max(moves_of(self.problem, once).slot_bytes)
 
     @property
     def least_s(self) -> float:
