@@ -8,6 +8,7 @@ its graph. Made by `extract`; `placement.split` makes of a step the one that run
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -123,6 +124,11 @@ def part_rows(length: int, parts: int) -> tuple[int, ...]:
 def part_name(name: str, part: int) -> str:
     """The name of what part number `part` does or has of `name`."""
     return f"{name}_part{part}"
+
+
+def whole_name(name: str) -> str:
+    """The name that what some part has is of; `name` itself where that is no part's."""
+    return re.sub(r"_part\d+(?=\.|$)", "", name, count=1)
 
 
 def collect_name(value: str, part: int) -> str:

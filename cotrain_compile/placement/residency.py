@@ -203,6 +203,15 @@ def gaps_away(program: DeviceProgram, name: str, *, again: bool) -> list[tuple[i
     return [first, *sorted(behind, key=lambda gap: -_work_in(program, gap))[:1]]
 
 
+def written_before(program: DeviceProgram, name: str, last: int) -> int:
+    """Slot of the last write of a buffer up to its use in slot `last`; a copy may begin behind it.
+
+    That use itself, where the buffer is written again later.
+    """
+    written = program.last_write(name)
+    return written if written <= last else last
+
+
 def _work_in(program: DeviceProgram, gap: tuple[int, int]) -> float:
     return program.work[gap[1]] - program.work[gap[0] + 1]
 

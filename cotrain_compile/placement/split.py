@@ -105,7 +105,7 @@ class _Splitting:
                 window, waiting = None, []
         gone = self.maker.keys() - self.renamed.keys()
         kept = [
-            replace(b, name=self.renamed.get(b.name, b.name))
+            replace(b, name=self.renamed[b.name]) if b.name in self.renamed else b
             for b in self.dataflow.buffers
             if b.name not in gone
         ]

@@ -26,6 +26,7 @@ FORMULAS: Mapping[str, str] = {
     "Total.at_least": "there in time: F(k - L) >= what is needed up to bucket k",
     "Total.not_before": "there in time: nothing before it may leave",
     "add_flows": "out before in: in(k) <= out(k - L)",
+    "_add_gone": "gone after its last use: gone(k) <= out(k)",
     "_add_demands": "all of it: F(K) = everything that z and x send",
     "_add_host_pipeline": "host update: H <= h gradients(k - 1), weights(k) <= r H(k - 1)",
     "_add_stream": "streamed update: U(k) <= up(k - L), stored(k) <= d U(k - L)",

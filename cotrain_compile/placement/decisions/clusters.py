@@ -115,17 +115,19 @@ class RegionLevel:
 class ActivationCluster:
     """Temporaries that may be away from bucket `leaves` (last use) to `returns` (next use).
 
-    Where they are not `movable` there is nothing in between. With `sent` they have been away before
-    that, so that they are on the host already. `again` says what it takes to make
-    them again, None where that is not to be decided here; `from_level` where a decision about the
-    levels of regions makes them again, so that they are not away as well. `slots` are those of the
-    uses before and behind, where all have the same and single ops count.
+    A copy may begin behind bucket `made`, in which they are written last before that. Where they
+    are not `movable` there is nothing in between. With `sent` they have been away before that, so
+    that they are on the host already. `again` says what it takes to make them again, None where
+    that is not to be decided here; `from_level` where a decision about the levels of regions makes
+    them again, so that they are not away as well. `slots` are those of the uses before and behind,
+    where all have the same and single ops count.
     """
 
     buffers: tuple[str, ...]
     nbytes: int
     leaves: int
     returns: int
+    made: int
     movable: bool = True
     sent: bool = False
     again: Again | None = None

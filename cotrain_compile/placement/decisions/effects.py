@@ -70,7 +70,8 @@ class Demand:
     It can begin when bucket `released` is over, and is done when bucket `needed` begins; None
     where nothing but the step's end says so. What a bound may count on begins in `earliest`, where
     that is another bucket, and only what is `certain` is in every plan. What is `needed_again` in
-    a bucket of the next step may go on up to that, where steps overlap.
+    a bucket of the next step may go on up to that, where steps overlap. A copy of what is `made` in
+    an earlier bucket may begin behind that; what it frees is there until `released` all the same.
     """
 
     flow: Flow
@@ -80,6 +81,16 @@ class Demand:
     earliest: int | None = None
     needed_again: int | None = None
     certain: bool = True
+    made: int | None = None
+
+    def exists(self, *, relaxed: bool) -> int | None:
+        """The bucket behind which it can begin."""
+        known = (self.made, self.frees(relaxed=relaxed))
+        return min((bucket for bucket in known if bucket is not None), default=None)
+
+    def frees(self, *, relaxed: bool) -> int | None:
+        """The bucket behind which what it frees is of no other use."""
+        return self.earliest if relaxed and self.earliest is not None else self.released
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,12 @@ from cotrain_compile.placement.decisions.clusters import (
 )
 from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
-from cotrain_compile.placement.residency import gaps_behind, longest_gap, made_by
+from cotrain_compile.placement.residency import (
+    gaps_behind,
+    longest_gap,
+    made_by,
+    written_before,
+)
 from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 
 # Temporaries smaller than this part of the peak are left alone.
@@ -75,6 +80,7 @@ def activation_clusters(
     for buffer, _, slots in candidates if by_op else ():
         together[slots] += buffer.nbytes
     clusters: dict[tuple[_Gap, object, RegionLevel | None, _Slots | None], list[Buffer]] = {}
+    used = {buffer.name: slots[0] for buffer, _, slots in reversed(candidates)}
     for buffer, gap, slots in candidates:
         alike = _about(again[buffer.name], buffer) if buffer.name in again and not gap[3] else None
         is_one = by_op and (gap[3] or BY_OP * together[slots] > total)
@@ -84,7 +90,11 @@ def activation_clusters(
         ActivationCluster(
             tuple(b.name for b in part),
             sum(b.nbytes for b in part),
-            *gap,
+            *gap[:2],
+            min(
+                step.bucket_after(written_before(step.program, b.name, used[b.name])) for b in part
+            ),
+            *gap[2:],
             again=_least(part, again) if alike else None,
             from_level=level,
             slots=alone,

@@ -195,7 +195,8 @@ class Strategy:
         streamed = self.mode is UpdateMode.STREAMED
         holds = [Hold(c.gradient_bytes, c.gradient_made, c.release, until_update=streamed)]
         if self.gradient_away:
-            out = Demand(Flow.OFFLOAD, c.gradient_bytes, released=c.gradient_used)
+            made, used = c.gradient_made, c.gradient_used
+            out = Demand(Flow.OFFLOAD, c.gradient_bytes, released=used, made=made)
             back = Demand(Flow.RELOAD, c.gradient_bytes, needed=c.release)
             holds.append(Hold(-c.gradient_bytes, c.gradient_used + 1, c.release, out, back))
         return holds
@@ -329,7 +330,7 @@ class Stays:
 
 @dataclass(frozen=True)
 class Away(Stays):
-    """Activations are sent away after their last use, and are back for the next."""
+    """Activations are sent when they are made, gone after their last use, back for the next."""
 
     words: str = "away"
 
@@ -342,7 +343,7 @@ class Away(Stays):
     def effect(self, cluster: ActivationCluster) -> Effect:
         c = cluster
         source = c.again.source if c.again is not None else None
-        out = Demand(Flow.OFFLOAD, c.nbytes, released=c.leaves, earliest=source)
+        out = Demand(Flow.OFFLOAD, c.nbytes, c.leaves, None, source, made=c.made)
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
         on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)

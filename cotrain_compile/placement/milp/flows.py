@@ -46,10 +46,12 @@ class Stream:
 class Flows:
     """Running totals of each flow, in MiB or in milliseconds of one worker of the host.
 
-    `late` are what the step before has left to do, none where steps do not overlap.
+    `gone` is what offloads have freed, which is no more than they have copied. `late` are what the
+    step before has left to do, none where steps do not overlap.
     """
 
     own: Mapping[Flow, Total]
+    gone: Total
     late: Mapping[Flow, Total]
     streams: Sequence[Stream]
 
@@ -86,7 +88,21 @@ def add_flows(model: Model) -> Flows:
         model.add(own[Flow.RELOAD].by(k) <= sent)
     if not model.relaxed:
         _add_host_pipeline(model, own)
-    return Flows(own, late, _add_streams(model))
+    gone = _add_gone(model, own[Flow.OFFLOAD], asked[Flow.OFFLOAD])
+    return Flows(own, gone, late, _add_streams(model))
+
+
+def _add_gone(model: Model, sent: Total, asked: _Asked) -> Total:
+    """What offloads have freed: what they have copied, of what nobody needs any more."""
+    relaxed = model.relaxed
+    if all(d.exists(relaxed=relaxed) == d.frees(relaxed=relaxed) for d, _ in asked):
+        return sent
+    gone = Total("act_gone", model)
+    frees = [(d.frees(relaxed=relaxed), amount) for d, amount in asked]
+    gone.at_most((bucket, amount) for bucket, amount in frees if bucket is not None)
+    for k in model.buckets:
+        model.add(gone.by(k) <= sent.by(k))
+    return gone
 
 
 def _add_demands(model: Model, total: Total, asked: _Asked, late: Total | None) -> None:
@@ -99,9 +115,7 @@ def _add_demands(model: Model, total: Total, asked: _Asked, late: Total | None) 
         total.at_least(needed)
         total.not_before(min(0 if d.released is None else d.released for d, _ in asked))
     released = [
-        (d.earliest if model.relaxed and d.earliest is not None else d.released, amount)
-        for d, amount in asked
-        if d.needed is None
+        (d.exists(relaxed=model.relaxed), amount) for d, amount in asked if d.needed is None
     ]
     exists = [(bucket, amount) for bucket, amount in released if bucket is not None]
     if exists:

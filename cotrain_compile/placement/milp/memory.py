@@ -214,7 +214,8 @@ def _in_flight(model: Model, flows: Flows, held_flows: Iterable[Flow], k: int) -
     held = summed(())
     for flow in held_flows:
         comes = flow.lane is Lane.H2D
-        held.plus(flows.own[flow].by(arrived if comes else gone), 1.0 if comes else -1.0)
+        total = flows.gone if flow is Flow.OFFLOAD else flows.own[flow]
+        held.plus(total.by(arrived if comes else gone), 1.0 if comes else -1.0)
     for stream in flows.streams:
         held.plus(stream.up.by(arrived))
         held.plus(stream.stored.by(gone), -1.0 / stream.down)

@@ -35,8 +35,9 @@ class OffloadLane:
     ) -> None:
         self._machine, self._moves = machine, moves
         self._clock, self._ledger, self._tasks = clock, ledger, tasks
-        # By name; `_weights` are not urgent: they free no memory.
+        # By name; `_early` free no memory yet, as they are still read, and `_weights` never do.
         self._urgent: OrderedDict[str, Send] = OrderedDict()  # most urgent first
+        self._early: OrderedDict[str, Send] = OrderedDict()
         self._weights: OrderedDict[str, Send] = OrderedDict()
         self._flights: list[_Flight] = []
 
@@ -52,6 +53,8 @@ class OffloadLane:
             self._add(send)
         for send in self._moves.sends_held_from.get(gap, ()):
             self._ledger.hold(send.nbytes)
+            if send.name in self._early:
+                self._urgent[send.name] = self._early.pop(send.name)
 
     def store(self, buffer: str, nbytes: int) -> None:
         """Send a fetched `buffer` back over its home; its copy is held until it is there."""
@@ -64,16 +67,17 @@ class OffloadLane:
     def feed(self, until_s: float) -> None:
         """Give the lane work until `until_s`."""
         free_s = self._clock.free_s
-        while self._urgent and free_s[Lane.D2H] < until_s:
-            if self._would_hold_up_a_scalar(next(iter(self._urgent.values()))):
-                break
-            self._issue(self._urgent.popitem(last=False)[1])
+        for queue in (self._urgent, self._early):
+            while queue and free_s[Lane.D2H] < until_s:
+                if self._would_hold_up_a_scalar(next(iter(queue.values()))):
+                    break
+                self._issue(queue.popitem(last=False)[1])
         while self._weights and free_s[Lane.D2H] < until_s:
             self._issue(self._weights.popitem(last=False)[1])
 
     def urge(self, names: Collection[str]) -> None:
         """Issue those of `names` now that have not been yet: something waits for them."""
-        for queue in (self._urgent, self._weights):
+        for queue in (self._urgent, self._early, self._weights):
             found = {name for name in names if name in queue}
             # Only several have an order to keep; to look for it takes the whole queue.
             for name in [name for name in queue if name in found] if len(found) > 1 else found:
@@ -100,8 +104,12 @@ class OffloadLane:
         return True
 
     def _add(self, send: Send) -> None:
-        is_urgent = send.is_small or send.holds_from is not None
-        queue = self._urgent if is_urgent else self._weights
+        if send.holds_from is not None and send.holds_from > self._clock.gap and not send.is_small:
+            queue = self._early
+        elif send.is_small or send.holds_from is not None:
+            queue = self._urgent
+        else:
+            queue = self._weights
         queue[send.name] = send
         if send.is_small:
             queue.move_to_end(send.name, last=False)

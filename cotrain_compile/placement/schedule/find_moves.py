@@ -21,6 +21,7 @@ from cotrain_compile.placement.residency import (
     gaps_away,
     gradients_at_home,
     longest_gap,
+    written_before,
 )
 from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
@@ -218,7 +219,9 @@ class _Finder:
             self.instances.append(Instance(buffer, first, last + 1))
             if number:
                 before = stays[0][1]
-                send = self._send(buffer, before, before + 1)
+                # Its copy may be on its way while it is still read.
+                written = written_before(self.program, buffer.name, before)
+                send = self._send(buffer, written, before + 1)
                 name = books.task_name("fetch" if number == 1 else "refetch", buffer.name)
                 self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 

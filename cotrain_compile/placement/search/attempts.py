@@ -21,7 +21,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.cover import covered
+from cotrain_compile.placement.search.cover import covered, with_all_away
 from cotrain_compile.placement.search.found import Found, Missing, note_unsound
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
@@ -52,14 +52,7 @@ TRUST = 1.03
 AS_FAST = 1.005
 # What a solution is followed by takes about so many times what the dearest schedule has taken: its
 # own schedules, those of the fastest plan in other ways, and its timeline.
-FOLLOWING = 6
-# Of the work for levels, how much is for the program that proposes them: near the least memory it
-# may take more to find out that there is nothing to propose than to try them.
-PROPOSAL_SHARE = 0.4
-# Of what is left, how much is for the next round of a program.
-ROUND_SHARE = 0.6
-# A part of the search that has less than this share of its work left begins nothing large.
-LATE_SHARE = 0.1
+FOLLOWING = 3
 
 Progress = Callable[[str], None]
 
@@ -68,7 +61,7 @@ class Attempts:
     """What was tried so far for `problem`.
 
     `step` is the problem as it is, `variants` are all that were tried, `solution` is the one that
-    belongs to the fastest plan. All ends when `work` is spent, what is being done now with `until`.
+    belongs to the fastest plan. All ends when `work` is spent, but for what follows the search.
     """
 
     def __init__(
@@ -87,7 +80,6 @@ class Attempts:
         self.found = Found(problem, settings.overlap_steps, self.meter)
         self.solution: Solution | None = None
         self.rounds = 0
-        self.until = self.work
         self.draft_units = 0.0  # what the dearest schedule has taken
         self.covered_s = dict[str, float]()  # by name
         self.covers: bool | None = None  # whether that was faster than the greedy for a level
@@ -98,8 +90,8 @@ class Attempts:
 
     @property
     def left(self) -> float:
-        """Units left for what is being done now, so that some are there for what follows."""
-        return max(0.0, min(self.until.left, self.work.left - self.following))
+        """Units that are left for whatever comes next, beside those for what follows."""
+        return max(0.0, self.work.left - self.following)
 
     @property
     def following(self) -> float:
@@ -108,18 +100,15 @@ class Attempts:
 
     @property
     def is_late(self) -> bool:
-        """Whether hardly any work is left for what is being done now. Who asks leaves out more."""
-        late = self.left <= LATE_SHARE * self.until.units
-        # What a part leaves out may come later, as long as there is work in all.
-        self.was_late |= self.work.left <= LATE_SHARE * self.work.units + self.following
+        """Whether too little is left for one more schedule. Who asks leaves out more."""
+        late = self.left <= self.draft_units
+        self.was_late |= late
         return late
 
-    def _begin_program(self, whole: bool) -> Allowance:
-        """Say that a program is being solved; returns the work for it."""
+    def _begin_program(self) -> Allowance:
+        """Say that a program is being solved; returns the work for it: all that is left."""
         self.progress(f"solving the integer program (round {self.rounds})")
-        # There may be another round; cut short, what is rounded says nothing.
-        share = ROUND_SHARE if whole else 1.0
-        return Allowance(self.meter, share * self.left, self.meter.spent)
+        return Allowance(self.meter, self.left, self.meter.spent)
 
     @property
     def failure(self) -> str:
@@ -186,10 +175,9 @@ class Attempts:
         """
         if not regions:
             return None
-        space, until = self.step.with_levels(regions), self.until
-        self.until = until.part(PROPOSAL_SHARE)
+        space = self.step.with_levels(regions)
         solution = self.solver.solve(space, self.problem.budgets, never_loose=True)
-        self.until, self.solver.has_solutions = until, solution.decisions is not None
+        self.solver.has_solutions = solution.decisions is not None
         return solution if self.solver.has_solutions else None
 
     def relax(self, variant: Variant) -> bool:
@@ -297,13 +285,21 @@ class Attempts:
             before = decisions
             placement = variant.space.placement(name, decisions)
             missing = self.decide(name, variant, placement, tactics)
-            if missing is None:
+            if missing is None or name in self.found.drafts:
                 return
             if self.is_late:
                 break
             targets[missing.tier] -= 1.05 * missing.nbytes
         if name not in self.found.drafts:
             self.keeps(name, variant, variant.least.placement, variant.least.moves)
+
+    def once_away_bytes(self, variant: Variant) -> int:
+        """The most that any op needs with all away that can be, but nothing twice."""
+        problem = variant.problem
+        self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
+        kept = replace(self.step.least.placement, recomputed=variant.recomputed)
+        once = replace(with_all_away(problem, kept), refetched=())
+        return max(moves_of(problem, once).slot_bytes)
 
     def try_cover(self, variant: Variant) -> float:
         """Values away by the exact profile, parameters on the host; its seconds, if it fits."""
@@ -316,11 +312,10 @@ class Attempts:
         kept = replace(self.step.least.placement, policy=name, recomputed=variant.recomputed)
         placement, moves = covered(problem, kept, problem.budgets[Tier.DEVICE])
         if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
-            for tactics in (EAGER, LATE):
-                with suppress(PlacementError):
-                    found = self.drafted(problem, placement, moves, tactics)
-                    best_s = min(best_s, found.step_s)
-                    self.found.keep(name, found)
+            with suppress(PlacementError):
+                found = self.drafted(problem, placement, moves, LATE)
+                best_s = found.step_s
+                self.found.keep(name, found)
         self.covered_s[name] = best_s
         return best_s
 
@@ -343,7 +338,9 @@ class Attempts:
             short = max(moves.slot_bytes) - target
             if short > 0:
                 missing = missing or Missing(Tier.DEVICE, short)
-                placement, moves = repaired(problem, placement, moves, variant.least, target)
+                placement, moves = repaired(
+                    problem, placement, moves, lambda: variant.least, target
+                )
             try:
                 drafts = [
                     self.drafted(problem, placement, moves, each)

@@ -12,7 +12,8 @@ import math
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
-from cotrain_compile.placement.search.variants import NEAR, Cut, Levels, Variant
+from cotrain_compile.placement.search.cuts import Cut
+from cotrain_compile.placement.search.variants import NEAR, Levels
 
 # Where replays of layers need more than this part of the device they are tried in parts. Of so many
 # stretches of a layer one cut each is tried, and those up to so far from the best.
@@ -20,9 +21,9 @@ ROOMY, STRETCHES, NEARBY = 0.8, 6, 1
 
 
 def climb_quickly(attempts: Attempts, levels: Levels) -> None:
-    """Try what is decided without a program: levels that fit as they are, then by the greedy.
+    """Try what is decided without a program: levels that fit as they are, one by the greedy.
 
-    Called again, it goes on where it was.
+    And where replays hardly fit cuts in them.
     """
     for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
         if attempts.is_late:
@@ -32,9 +33,19 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
         return
     for users in levels.dissolved():
         attempts.try_level(users)
-    _cut_replays(attempts, levels)
+    first = levels.guess()
+    if first is not None and not attempts.is_late:
+        _with_head(attempts, levels, first)
+    if attempts.covers and not attempts.is_late and _hardly_fit(attempts, levels):
+        _cut_replays(attempts, levels, most=1)
+
+
+def climb_further(attempts: Attempts, levels: Levels) -> None:
+    """Levels and cuts beside the best ones, and the step as it is."""
     _climb_uniform(attempts, levels, levels.guess())
-    if not attempts.is_hopeless(attempts.step):
+    if attempts.covers and not attempts.is_late:
+        _cut_replays(attempts, levels, most=2)
+    if not (attempts.is_late or attempts.is_hopeless(attempts.step)):
         attempts.try_greedy(attempts.step, TACTICS[:1])
 
 
@@ -56,6 +67,8 @@ def climb_by_program(attempts: Attempts, levels: Levels) -> float:
     Returns the seconds that no levels take less than, 0 where nobody knows.
     """
     claim_s = 0.0
+    if attempts.is_late:
+        return claim_s
     proposed = attempts.propose_levels(levels.regions)
     if proposed is not None and proposed.decisions is not None:
         # Parameters that are gathered again are in no region: without them more is claimed.
@@ -75,50 +88,56 @@ def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None
     found, step = attempts.found, attempts.step
     found_s, claim_s = {0.0: found.fastest_s(())}, {0.0: step.claim_s}
     while at is not None and not attempts.is_late:
-        level = levels.variant(at)
+        level = attempts.known(levels.variant(at))
         if attempts.try_level(level):
             levels.drop_above(at)  # making more again only takes longer
-        elif len(found_s) == 1:
-            level = _with_head(attempts, levels, at)
         found_s[at] = found.fastest_s(level.recomputed)
         claim_s[at] = level.claim_s or found_s[at]
         at = levels.next_to_best(found_s, claim_s)
 
 
-def _with_head(attempts: Attempts, levels: Levels, number: float) -> Variant:
-    """A level with more and more of the head made again, as long as that is faster.
+def _with_head(attempts: Attempts, levels: Levels, number: float) -> None:
+    """A level, then with more and more of the head made again, as long as that is faster.
 
     What is found is made again in all other levels, too.
     """
     best, found_s = levels.variant(number), attempts.found.fastest_s
+    if attempts.try_level(best):
+        return
     for head in levels.heads():
         if attempts.is_late:
             break
         before, levels.head = levels.head, head
         level = levels.variant(number)
         if attempts.try_level(level):
-            return level
+            break
         if found_s(level.recomputed) >= found_s(best.recomputed):
             levels.head = before
             break
         best = level
-    return best
 
 
-def _cut_replays(attempts: Attempts, levels: Levels) -> None:
-    """The last level with the replays of layers in parts, where as a whole they hardly fit.
+def _hardly_fit(attempts: Attempts, levels: Levels) -> bool:
+    """Whether replays of layers as a whole need most of the device."""
+    most = attempts.problem.budgets[Tier.DEVICE]
+    if not levels.count:
+        return False
+    replays_bytes = attempts.once_away_bytes(levels.variant(levels.count))
+    return replays_bytes > max(ROOMY * most, attempts.once_away_bytes(attempts.step))
+
+
+def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:
+    """The last level with the replays of layers in parts, in at most so many cuts.
 
     One value of each layer stays, of those made one behind the other the smallest; then those near
     the best of these, as long as that is faster. Then another besides. What is best is decided on
     by the greedy, too.
     """
-    budget_bytes = attempts.problem.budgets[Tier.DEVICE]
-    replays_bytes = levels.variant(levels.count).once_away_bytes if levels.count else 0
-    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.once_away_bytes):
+    if not levels.count:
         return
     chosen: tuple[Cut, ...] = ()
     best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
-    while (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
+    while len(chosen) < most and (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
         chosen, best_s = found
     if chosen:
         attempts.try_greedy(attempts.known(levels.with_cuts(chosen)), TACTICS[:1])

@@ -43,24 +43,21 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
     They fit in `budget_bytes`, with each copy at the last moment, where anything does that has no
     tiny ones away.
     """
-    program = place(problem, placement).program
-    owned = owners(program.dataflow)
-    gaps = [*_gaps(program, owned, SMALLEST * budget_bytes)]
-    away = {gap.name for gap in gaps}
-    again = {gap.name for gap in gaps if gap.number}
-    others = tuple(name for name in placement.away if name in owned)
+    least_bytes = SMALLEST * budget_bytes
+    everything = with_all_away(problem, placement, least_bytes)
+    away, again = set(everything.away), set(everything.refetched)
+    moves = moves_of(problem, everything)
+    program, used = moves.program, np.array(moves.slot_bytes)
 
     def with_values() -> Placement:
-        names = [b.name for b in program.dataflow.buffers if b.name in away]
         return replace(
-            placement,
-            away=(*others, *names),
-            refetched=tuple(name for name in names if name in again),
+            everything,
+            away=tuple(name for name in everything.away if name in away),
+            refetched=tuple(name for name in everything.refetched if name in again),
         )
 
-    moves = moves_of(problem, with_values())
-    program, used = moves.program, np.array(moves.slot_bytes)
-    gaps = [*_gaps(program, owned, SMALLEST * budget_bytes)]
+    owned = owners(program.dataflow)
+    gaps = [*_gaps(program, owned, least_bytes)]
     gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
     for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
         is_open = gap.name in (again if gap.number else away - again)
@@ -70,10 +67,30 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
             (again if gap.number else away).remove(gap.name)
     moves = moves_of(problem, with_values())
     # With others away some op may be elsewhere, so that a value has no time left to be away in.
-    while stay := {name for name in away if not gaps_away(moves.program, name, again=False)}:
+    while stay := {name for name in away - owned.keys() if not _has_gap(moves.program, name)}:
         away, again = away - stay, again - stay
         moves = moves_of(problem, with_values())
     return with_values(), moves
+
+
+def with_all_away(problem: Problem, placement: Placement, least_bytes: float = 0.0) -> Placement:
+    """`placement` with all larger values away that can be, and once more where they can."""
+    program = place(problem, placement).program
+    owned = owners(program.dataflow)
+    gaps = [*_gaps(program, owned, least_bytes)]
+    away = {gap.name for gap in gaps}
+    again = {gap.name for gap in gaps if gap.number}
+    others = (name for name in placement.away if name in owned)
+    values = [b.name for b in program.dataflow.buffers if b.name in away]
+    return replace(
+        placement,
+        away=(*others, *values),
+        refetched=tuple(name for name in values if name in again),
+    )
+
+
+def _has_gap(program: DeviceProgram, name: str) -> bool:
+    return bool(gaps_away(program, name, again=False))
 
 
 def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> Iterator[Gap]:

@@ -18,7 +18,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import smallest
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.list_scheduler import Tactics
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.share_updates import (
@@ -29,7 +29,7 @@ from cotrain_compile.placement.search.share_updates import (
 from cotrain_compile.plan import Placement, UpdateMode
 
 # So long before their use, in parts of a step, moves up begin at the earliest.
-LATE_STARTS = (LATE, Tactics(lookahead=0.1))
+LATE_STARTS = (EAGER, LATE, Tactics(lookahead=0.1))
 # Where not all of them fit, the smaller ones of them may.
 PARTS = (1, 2, 4, 8)
 # A part of the step that is not worth a try.
@@ -50,6 +50,8 @@ def fetch_late(attempts: Attempts) -> None:
     problem = attempts.problem.under(placement)
     moves = moves_of(problem, placement)
     for tactics in LATE_STARTS:
+        if tactics == fastest.tactics:
+            continue
         if not _has_work_for_one(attempts):
             return
         with suppress(PlacementError):
@@ -95,12 +97,11 @@ def share_updates(attempts: Attempts) -> None:
 def _try_share(attempts: Attempts, problem: Problem, placement: Placement, share: float) -> bool:
     """Whether a plan with this share streamed is the fastest yet."""
     before = attempts.found.fastest
-    for shared in with_share_streamed(problem, placement, share):
+    for shared, moves in with_share_streamed(problem, placement, share):
         if not _has_work_for_one(attempts):
             return False
         attempts.progress(f"trying {share:.0%} of the host's updates streamed")
         with suppress(PlacementError):
-            moves = moves_of(problem, shared)
             for tactics in TACTICS:
                 attempts.found.keep(
                     shared.policy, attempts.drafted(problem, shared, moves, tactics)

@@ -31,7 +31,7 @@ NO_WORK = Solution(WORK_LIMIT, None, math.inf, math.inf, 0.0, 0.0)
 class Programs:
     """Solves programs as `settings` say, each with the work that `begin` has for it.
 
-    `begin` is told whether the program is a whole one. `has_solutions` says whether the careful
+    `has_solutions` says whether the careful
     program of some level may have one: where that of all levels has none, it takes longer to find
     that out for each of them than the greedy takes. `was_cut_short` says whether some program was
     not solved for want of work. One that is sure to be, as less is left than the quickest of those
@@ -39,7 +39,7 @@ class Programs:
     """
 
     def __init__(
-        self, settings: SolveSettings, begin: Callable[[bool], Allowance], meter: WorkMeter
+        self, settings: SolveSettings, begin: Callable[[], Allowance], meter: WorkMeter
     ) -> None:
         self.settings, self.begin, self.meter = settings, begin, meter
         self.has_solutions = True
@@ -77,21 +77,21 @@ class Programs:
         known = any(each is space and target <= most for each, most in self.too_tight)
         known = known or not self.has_solutions
         if not (may_be_loose and known):
-            solution = self._run(build, whole, known_s)
+            solution = self._run(build, known_s)
             if not (may_be_loose and solution.is_infeasible):
                 return solution
             self.too_tight.append((space, target))
         need_bytes = max(target, NEED * least_bytes(space))
-        return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
+        return self._run(partial(build, need_mib=need_bytes / MIB), math.inf)
 
-    def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
+    def _run(self, build: Callable[[], Program], known_s: float) -> Solution:
         """Build a program and solve it with its work; note where that was too little."""
-        solution = self._run_within(build, whole, known_s)
+        solution = self._run_within(build, known_s)
         self.was_cut_short |= solution.is_cut_short or "limit" in solution.status
         return solution
 
-    def _run_within(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        work, before = self.begin(whole), self.meter.spent
+    def _run_within(self, build: Callable[[], Program], known_s: float) -> Solution:
+        work, before = self.begin(), self.meter.spent
         if work.left <= self.least_units:
             return NO_WORK
         program = build()

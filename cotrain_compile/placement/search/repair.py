@@ -9,7 +9,7 @@ placement everything has left that can: what fits there ends in a repair that fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import longest_gap, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.search.cover import with_all_away
 from cotrain_compile.placement.search.infeasible import Least
 from cotrain_compile.plan import Placement, UpdateMode
 
@@ -28,26 +29,30 @@ Bytes = NDArray[np.int64]
 
 
 def repaired(
-    problem: Problem, placement: Placement, moves: Moves, least: Least, budget_bytes: int
+    problem: Problem,
+    placement: Placement,
+    moves: Moves,
+    least: Callable[[], Least],
+    budget_bytes: int,
 ) -> tuple[Placement, Moves]:
     """`placement` with so much away that no op has more than `budget_bytes` alive, and its moves.
 
     Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
-    that where `least` does not fit.
+    that where `least` does not fit, which is asked for only where parameters have to change.
     """
     dataflow = moves.program.dataflow
-    params = owners(dataflow)
+    may_leave = set(with_all_away(problem, placement).away).difference(owners(dataflow))
     while True:
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
             return placement, moves
-        movable = set(least.placement.away).difference(placement.away, params)
+        movable = may_leave.difference(placement.away)
         away = _temporaries(moves, movable, used, budget_bytes)
         placement = replace(placement, away=(*placement.away, *away))
         slot = int(used.argmax())
         if (short := int(used[slot]) - budget_bytes) > 0:
             before = placement
-            placement = _without_params(dataflow, placement, moves, least, slot, short)
+            placement = _without_params(dataflow, placement, moves, least(), slot, short)
             if placement == before:
                 return placement, moves_of(problem, placement)
         moves = moves_of(problem, placement)

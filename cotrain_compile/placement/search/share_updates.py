@@ -8,7 +8,7 @@ that is short of a solution never says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import UpdateGroup
@@ -16,10 +16,14 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.plan import Lane, Placement, UpdateMode
 
 # What an update on the device may take of its budget: a little is there besides.
 ROOM = 0.9
+# So many are left to the host because they hold too much where the device is full.
+DROPPED = 3
 
 
 def balanced_share(problem: Problem, placement: Placement) -> float:
@@ -55,22 +59,54 @@ def hosted_updates(problem: Problem, placement: Placement) -> list[UpdateGroup]:
 
 def with_share_streamed(
     problem: Problem, placement: Placement, share: float
-) -> Iterator[Placement]:
+) -> Iterator[tuple[Placement, Moves]]:
     """`placement` with about `share` of the bytes that the host updates streamed instead.
 
-    With their gradients away until their updates, and with these on the device.
+    With their gradients away until their updates, and with these on the device; each with its
+    moves. What then stays on the device where that is full is left to the host.
     """
-    hosted, chosen = hosted_updates(problem, placement), list[UpdateGroup]()
+    hosted = hosted_updates(problem, placement)
+    for gradient_away in (True, False):
+        among = hosted
+        for _ in range(DROPPED + 1):
+            chosen = _spread(problem, among, share)
+            if not chosen:
+                break
+            shared = _streamed(problem, placement, chosen, gradient_away)
+            moves = moves_of(problem, shared)
+            if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
+                yield shared, moves
+                break
+            if (hindering := _largest_where_full(moves, chosen)) is None:
+                break
+            among = [group for group in among if group is not hindering]
+
+
+def _largest_where_full(moves: Moves, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
+    """The one of `groups` that holds most in the slot in which most is on the device."""
+    full = max(range(len(moves.slot_bytes)), key=moves.slot_bytes.__getitem__)
+    there = {i.buffer.name: i.buffer.nbytes for i in moves.instances if i.first <= full < i.last}
+    copies = low_precision_copies(moves.program.dataflow)
+
+    def held(group: UpdateGroup) -> int:
+        names = {group.param, copies.get(group.param), group.gradient}
+        return sum(there.get(name, 0) for name in names if name is not None)
+
+    largest = max(groups, key=held)
+    return largest if held(largest) else None
+
+
+def _spread(problem: Problem, groups: Sequence[UpdateGroup], share: float) -> list[UpdateGroup]:
+    """About `share` of the bytes of `groups`, from the first to the last."""
+    chosen = list[UpdateGroup]()
     due = taken = 0.0
-    for group in sorted(hosted, key=lambda group: problem.dataflow.position[group.ops[0]]):
+    for group in sorted(groups, key=lambda group: problem.dataflow.position[group.ops[0]]):
         nbytes = _nbytes(problem, group)
         due += share * nbytes
         if due - taken >= nbytes / 2:
             chosen.append(group)
             taken += nbytes
-    if chosen:
-        for gradient_away in (True, False):
-            yield _streamed(problem, placement, chosen, gradient_away)
+    return chosen
 
 
 def _streamed(

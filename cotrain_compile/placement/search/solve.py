@@ -27,6 +27,7 @@ from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.climb_levels import (
     climb_by_program,
+    climb_further,
     climb_quickly,
     follow_users,
 )
@@ -57,11 +58,6 @@ from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Of the work for a plan, what is for the relaxation, and for the search among values to be made
-# again.
-LEVELS_SHARE = 0.7
-# And before that, what is for all that needs no program.
-QUICK_SHARE = 0.4
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
@@ -153,46 +149,43 @@ class _Search(Attempts):
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._reuse(incumbents)
-        if not self._settle_quickly(self.work.part(QUICK_SHARE)):
-            return
-        self._ask_programs()
+        for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
+            stage()
+            if not self._may_gain():
+                break
+        else:
+            solve_programs(self, max(self.claim_s, self._certified_s()))
         self._improve_fastest()
-        # The rest of what the first part of the work was too little for.
-        if not (self.is_late or self.is_led_by_programs):
-            self._settle_quickly(self.work)
 
-    def _settle_quickly(self, until: Allowance) -> bool:
-        """What needs no program; returns whether a program may yet find something faster."""
-        self.until = until
-        if self.settings.recompute:
-            climb_quickly(self, self.levels)
-            best = fastest_of(self.variants, self.found.fastest_s)
-            if best is not self.step:
-                self._follow_rules(best)
-            follow_users(self, self.levels)
-        else:
-            self.try_greedy(self.step)
-        self.until = self.work
-        if self.is_slower_than(FAR * self._certified_s()):
-            share_updates(self)  # the rest is for the plan that programs find
-        else:
-            self._improve_fastest()
+    def _may_gain(self) -> bool:
+        """Whether anything may yet be found that is faster."""
         return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
-    def _ask_programs(self) -> None:
-        """What programs decide, from the rough to the exact."""
-        self.until = self.work.part(LEVELS_SHARE)
+    def _settle_quickly(self) -> None:
+        """What needs no program, and of that what is sure to tell."""
+        if not self.settings.recompute:
+            self.try_greedy(self.step)
+            return
+        climb_quickly(self, self.levels)
+        best = fastest_of(self.variants, self.found.fastest_s)
+        if best is not self.step:
+            self._follow_rules(best)
+        follow_users(self, self.levels)
+        share_updates(self)
+
+    def _relax_fastest(self) -> None:
+        """What a program decides for what is made again in the fastest plan."""
+        self.relax(fastest_of(self.variants, self.found.fastest_s))
+
+    def _climb_on(self) -> None:
+        """Other values made again: those that a program proposes, then those beside the fastest."""
         if self.settings.recompute:
             self.claim_s = climb_by_program(self, self.levels)
-            if not self.solver.has_solutions:  # the fastest has one that is loose
-                self.relax(fastest_of(self.variants, self.found.fastest_s))
-        else:
-            self.relax(self.step)
-        self.until = self.work
+            if not self.is_led_by_programs:
+                climb_further(self, self.levels)
         if self._may_gain_by_greedy():
             self.try_greedy(self.step)
         self._aim_lower()
-        solve_programs(self, max(self.claim_s, self._certified_s()))
 
     def _may_gain_by_greedy(self) -> bool:
         """Whether the greedy may be faster than what is found for the step as it is, in time."""

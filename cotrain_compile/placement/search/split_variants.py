@@ -127,9 +127,10 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
     """
     chosen: dict[str, int] = {}
     fits: Splits = {}
-    budget, before = problem.budgets[Tier.DEVICE], _needs(problem)
+    budget, whole = problem.budgets[Tier.DEVICE], _needs(problem)
     for kind in dict.fromkeys(region.kind for region in problem.dataflow.regions):
-        needs: dict[int, tuple[int, int]] = {}
+        needs: dict[int, tuple[int, int]] = {1: whole}
+        enough: int | None = None
         for parts in PARTS:
             names = {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
             if any(r.length < parts for r in problem.dataflow.regions if r.name in names):
@@ -137,22 +138,34 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
             needs[parts] = _needs(_in_parts(problem, {**chosen, **names}))
             if needs[parts][0] <= budget and not fits:
                 fits = {**chosen, **names}
-        if not needs:
+            least = _least_in_parts(needs[parts // 2], needs[parts], parts)
+            if enough is None and _is_near(needs[parts], least, whole):
+                enough = parts
+            if enough is not None and (fits or least[0] > budget):
+                break  # more parts save little, and do not make all fit
+        if max(needs) == 1:
             continue
-        least = [min(need[i] for need in needs.values()) for i in (0, 1)]
-        if all(most >= (1.0 - SAVES) * was for most, was in zip(least, before, strict=True)):
+        parts = enough or max(needs)
+        if all(n >= (1.0 - SAVES) * was for n, was in zip(needs[parts], whole, strict=True)):
             continue
-        enough = [n for n, need in needs.items() if _is_near(need, least, before)]
-        parts = min(enough, default=max(needs))
         chosen |= {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
-        before = needs[parts]
+        whole = needs[parts]
     if fits:
         yield fits
     if chosen and chosen != fits:
         yield chosen
 
 
-def _is_near(need: Sequence[int], least: Sequence[int], whole: Sequence[int]) -> bool:
+def _least_in_parts(half: Sequence[int], need: Sequence[int], parts: int) -> list[float]:
+    """What is needed in most parts: each part needs its share of what is divided.
+
+    As far as the step in `half` as many parts tells.
+    """
+    left = 1.0 - parts / PARTS[-1]
+    return [now - left * max(0, before - now) for before, now in zip(half, need, strict=True)]
+
+
+def _is_near(need: Sequence[int], least: Sequence[float], whole: Sequence[int]) -> bool:
     return all(n <= most + SAVES * was for n, most, was in zip(need, least, whole, strict=True))
 
 

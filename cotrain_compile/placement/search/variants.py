@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Op, Phase
@@ -32,7 +32,7 @@ from cotrain_compile.placement.recompute.levels import (
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.residency import low_precision_copies
-from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.search.cuts import Cut, cuts_of
 from cotrain_compile.placement.search.infeasible import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, WorkMeter
 from cotrain_compile.plan import Placement
@@ -41,8 +41,6 @@ from cotrain_compile.plan import Placement
 HOPELESS = 1.05
 # Parts of the layers that take the next level.
 PARTS = (1.0, 0.5, 0.25)
-# A value of a layer with a smaller share of the layer's bytes is none to cut its replay in.
-TELLING = 0.02
 # A value outside layers is large from so small a part of the device's budget on.
 LARGE = 20
 # A share of a step's seconds that is not worth another level.
@@ -107,12 +105,6 @@ class Variant:
         return least_of(self.problem)
 
     @property
-    def once_away_bytes(self) -> int:
-        """The most that any op needs where everything is away that can be, but nothing twice."""
-        once = replace(self.least.placement, refetched=())
-        return max(moves_of(self.problem, once).slot_bytes)
-
-    @property
     def least_s(self) -> float:
         """What no plan of it takes less than, as far as anybody knows."""
         return max(self.claim_s, self._swap_s)
@@ -156,19 +148,6 @@ def promising(
     if best is not step and step.least_s <= HOPELESS * best_s:
         chances.append(step)
     return chances
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A value of each layer in which its replay is cut in two: the `at`-th from its end.
-
-    What is made of it is made again when the backward needs that, and what it is made of later.
-    They have `nbytes` in all.
-    """
-
-    at: int
-    nbytes: int
-    names: frozenset[str]
 
 
 class Levels:
@@ -254,17 +233,8 @@ class Levels:
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """One value of each layer, from the last one that it makes back to the first.
-
-        Those that are large enough to tell, of what the last level makes again.
-        """
-        level, dataflow = self.last, self._problem.dataflow
-        made = dict.fromkeys(name for op in reversed(dataflow.ops) for name in reversed(op.writes))
-        layers = ([name for name in made if name in names] for names in level.by_region if names)
-        groups = (frozenset(filter(None, values)) for values in zip_longest(*layers))
-        sized = ((sum(dataflow.buffer[name].nbytes for name in group), group) for group in groups)
-        telling = (each for each in sized if each[0] > TELLING * level.saved_bytes)
-        return tuple(Cut(at, *each) for at, each in enumerate(telling))
+        """Where the replays of the last level may be cut."""
+        return cuts_of(self._problem.dataflow, self.last)
 
     def with_cuts(self, cuts: Sequence[Cut]) -> Variant:
         """The step at the last level, but for the values in which it is cut."""

@@ -12,8 +12,6 @@ from cotrain_compile.placement.search.variants import FAR, Variant, fastest_of, 
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
-# Of the work for a program, what is for the one of many steps.
-CYCLIC_SHARE = 0.3
 
 
 def solve_programs(attempts: Attempts, least_s: float) -> None:
@@ -35,10 +33,8 @@ def solve_programs(attempts: Attempts, least_s: float) -> None:
         ]
     fastest = fastest_of(attempts.variants, found.fastest_s)
     attempts.solution = None if hopeful else fastest.relaxed
-    for number, variant in enumerate(hopeful):
-        attempts.until = attempts.work.part(1.0 / (len(hopeful) - number))
+    for variant in hopeful:
         decide_by_program(attempts, variant)
-    attempts.until = attempts.work
 
 
 def _may_lead(attempts: Attempts, variant: Variant) -> bool:
@@ -54,11 +50,7 @@ def _may_lead(attempts: Attempts, variant: Variant) -> bool:
 
 def decide_by_program(attempts: Attempts, variant: Variant, *, whole: bool = True) -> None:
     """The program of a single step; where steps overlap that of many, too."""
-    until = attempts.until
-    if attempts.settings.overlap_steps:
-        attempts.until = until.part(1.0 - CYCLIC_SHARE)
     _program(attempts, variant, whole=whole)
-    attempts.until = until
     if attempts.settings.overlap_steps:
         _cyclic_program(attempts, variant, whole=whole)
 

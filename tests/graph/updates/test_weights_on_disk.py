@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.entry.compiled import inspect, synchronize
@@ -118,11 +119,11 @@ def test_checkpoints_of_both_kinds_have_what_rests_on_disk(tmp_path: Path) -> No
     first.train(range(2))
     files = first.files
     torch.save(first.states, tmp_path / "whole.pt")
-    dcp.save(first.states, checkpoint_id=folder, no_dist=True)
+    save(first.states, checkpoint_id=folder, no_dist=True)
     first.train(range(2, 4))
     expected = [tensor.clone() for tensor in first.tensors]
     held = first.states
-    dcp.load(held, checkpoint_id=folder, no_dist=True)
+    load(held, checkpoint_id=folder, no_dist=True)
     first.optimizer.load_state_dict(held["optimizer"])
     first.train(range(2, 4))
     assert first.files == files

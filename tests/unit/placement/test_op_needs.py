@@ -43,7 +43,7 @@ def test_no_decisions_about_single_ops_are_faster_than_the_bound(
     placement, least = space.placement("drawn", decisions), least_of(problem)
     moves = moves_of(problem, placement)
     if data.draw(st.booleans()):
-        placement, moves = repaired(problem, placement, moves, least, least.nbytes)
+        placement, moves = repaired(problem, placement, moves, lambda: least, least.nbytes)
     tight = with_budget(problem, shortfall_bytes(with_budget(problem, 0), moves))
     bound_s = certified_bound_s(
         tight, "highs", work=Allowance(WorkMeter(), 10), seed=0, cyclic=False

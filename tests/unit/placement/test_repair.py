@@ -44,10 +44,10 @@ def test_what_is_repaired_fits_and_stays_as_it_is(problem: Problem, data: st.Dat
     placement, least = drawn(problem, data), least_of(problem)
     budget = data.draw(st.sampled_from([least.nbytes, problem.budgets[Tier.DEVICE]]))
     before = moves_of(problem, placement)
-    found, after = repaired(problem, placement, before, least, budget)
+    found, after = repaired(problem, placement, before, lambda: least, budget)
     assert after == moves_of(problem, found)
     assert max(after.slot_bytes) <= min(budget, max(before.slot_bytes))
-    assert repaired(problem, found, after, least, budget) == (found, after)
+    assert repaired(problem, found, after, lambda: least, budget) == (found, after)
 
 
 @given(problems(most=2), st.data())
@@ -57,7 +57,7 @@ def test_at_the_least_what_is_repaired_is_a_plan(problem: Problem, data: st.Data
     least = least_of(problem)
     tight = with_budget(problem, least.nbytes)
     placement = drawn(tight, data)
-    found, moves = repaired(tight, placement, moves_of(tight, placement), least, 0)
+    found, moves = repaired(tight, placement, moves_of(tight, placement), lambda: least, 0)
     check(tight, schedule(tight, found))
     assert max(moves.slot_bytes) == pytest.approx(least.nbytes, rel=0, abs=0)
 
@@ -79,9 +79,9 @@ def test_at_the_least_step_counters_are_streamed_too_and_updates_stay() -> None:
     ]
     moves = moves_of(problem, placement)
     assert max(moves.slot_bytes) == least.nbytes + 4 * len(counters)
-    found, _ = repaired(problem, placement, moves, least, least.nbytes)
+    found, _ = repaired(problem, placement, moves, lambda: least, least.nbytes)
     assert found.updates == placement.updates
     tight = with_budget(problem, least.nbytes)
     check(tight, schedule(tight, found))
-    nearly, _ = repaired(problem, placement, moves, least, least.nbytes + 4)
+    nearly, _ = repaired(problem, placement, moves, lambda: least, least.nbytes + 4)
     assert [nearly.homes[state] for state in counters].count(Tier.DEVICE) == 1

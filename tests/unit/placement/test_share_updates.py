@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
-from cotrain_compile.machine import MEMORIES
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import coarse, fraction, resident, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
@@ -56,7 +56,7 @@ def test_whatever_share_is_streamed_the_plan_is_sound(
     problem = problem_of(dataflow)
     placement = rule(dataflow)
     gradients = {group.gradient for group in dataflow.updates}
-    tried = list(with_share_streamed(problem, placement, share))
+    tried = [shared for shared, _ in with_share_streamed(problem, placement, share)]
     away, stays = (gradients.intersection(shared.away) for shared in tried)
     assert UpdateMode.STREAMED in tried[0].updates.values()
     assert bool(away) is not (kept or rule is zero_offload)
@@ -79,7 +79,7 @@ def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None
     )
     first = next(at for at, op in enumerate(step.ops) if op.phase is Phase.OPTIMIZER)
     problem = problem_of(replace(step, ops=(*step.ops[:first], *looks, *step.ops[first:])))
-    away, _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
+    (away, _), _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
     moves = moves_of(problem, away)
     ready = {send.name: send.ready for send in moves.sends}
     awaited = [
@@ -91,3 +91,14 @@ def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None
     assert len(awaited) == LAYERS
     assert all(leaves <= earliest for leaves, earliest in awaited)
     check(problem, schedule(problem, away))
+
+
+def test_what_holds_too_much_where_the_device_is_full_is_left_to_the_host() -> None:
+    """With a byte less than all of them need one is, and the others fit."""
+    problem = problem_of(mixed_precision_step(LAYERS, params=100))
+    placement = zero_offload(problem.dataflow)
+    _, every = next(with_share_streamed(problem, placement, 1.0))
+    tight = problem.with_budget(Tier.DEVICE, max(every.slot_bytes) - 1)
+    fewer, moves = next(with_share_streamed(tight, placement, 1.0))
+    assert list(fewer.updates.values()).count(UpdateMode.STREAMED) == LAYERS - 1
+    assert max(moves.slot_bytes) < max(every.slot_bytes)

@@ -73,7 +73,9 @@ def test_a_value_is_made_again_in_any_bucket_until_it_is_needed(by: int) -> None
     What runs before the op at which a bucket begins is in the time of the bucket before.
     """
     again = Again(1.0, first=3, last=by - 1, by=by, source=2)
-    cluster = ActivationCluster(("value",), 8, leaves=2, returns=by, movable=False, again=again)
+    cluster = ActivationCluster(
+        ("value",), 8, leaves=2, returns=by, made=2, movable=False, again=again
+    )
     made: list[int] = []
     for option in ACTIVATION_STRATEGIES:
         if isinstance(option, MadeAgain) and option.fits(cluster):

@@ -1,0 +1,30 @@
+"""Half the work costs little: no plan falls because one program of a search was not solved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.files import load
+from cotrain_compile.machine import MEMORIES
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.presets import find
+from tests.support.random_problems import PLENTY, least_bytes, resident_bytes, with_budget
+
+LITTLE = 1.03
+
+
+@pytest.mark.parametrize(("share", "most_s"), [(0.1, 0.0416), (0.3, 0.0304)])
+def test_plans_of_a_small_gpt_are_found_with_half_the_work(share: float, most_s: float) -> None:
+    """With the whole they are at most 3 % slower than was found once."""
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    free = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
+    least, most = least_bytes(free), resident_bytes(free)
+    problem = with_budget(free, int(least + share * (most - least)))
+    whole = solve(problem).predicted.makespan_s
+    half = solve(problem, SolveSettings(work_limit=SolveSettings().work_limit / 2))
+    assert whole <= most_s
+    assert half.predicted.makespan_s <= LITTLE * whole
