@@ -30,6 +30,7 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.distribute.agree import ALONE, Together
 from cotrain_compile.errors import ExchangeFailed, StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
+from cotrain_compile.graph.random_ops import generators_in
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import PlannedStep
 from cotrain_compile.placement.problem import Problem
@@ -51,7 +52,8 @@ class CompiledStep(PlannedStep):
     Inductor compiled, None where ATen's kernels run one by one. `rehearsed_device_bytes` is the
     peak of the device in the last rehearsal (None before it): no step takes more. `last_step_s` is
     what the last step took, from its call to its return (None before the first), `last_run_s` when
-    it ended. `step_ended` is called with the step's peak bytes by tier after each one, when all is
+    it ended, `has_changed_something` whether it had changed a tensor of the user's when it failed.
+    `step_ended` is called with the step's peak bytes by tier after each one, when all is
     in order again.
     """
 
@@ -71,6 +73,7 @@ class CompiledStep(PlannedStep):
         self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
         self.last_run_s = 0.0
         self.last_step_s: float | None = None
+        self.has_changed_something = False
         self._device = device
         self._signals = HeldSignals()
         self._is_running = threading.Lock()
@@ -92,6 +95,7 @@ class CompiledStep(PlannedStep):
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
         self._copied_inputs = _read_by_carried(graph, plan)
+        self._draws = bool(generators_in(graph.module.graph))
         self._gradients_on_host = [
             position
             for position, value in enumerate(returned_values(graph))
@@ -162,6 +166,7 @@ class CompiledStep(PlannedStep):
             return outputs
 
     def _run(self, inputs: list[Any]) -> Any:
+        self.has_changed_something = False
         self._device.refuse_if_unusable()
         wait_for_tails(but=self.tail)
         self._refuse_torn(inputs)
@@ -189,6 +194,7 @@ class CompiledStep(PlannedStep):
             self._program.forget()
             program = self._program
             torn = self.tail.tear(program.written, self._named(inputs), program.ended)
+            self.has_changed_something = bool(torn or program.written)
             self._release_signals_quietly()
             if isinstance(error, ExchangeFailed):
                 left = torn or self._nothing_changed().rstrip(".")
@@ -214,6 +220,13 @@ class CompiledStep(PlannedStep):
             raise
         self.step_ended(self._last.peak_bytes)
         return outputs
+
+    def random_states(self) -> Sequence[tuple[int | None, torch.Tensor]]:
+        """The states of the generators that the step draws from: a card's number, None: the CPU."""
+        if not self._draws:
+            return ()
+        cards = [(n, torch.cuda.get_rng_state(n)) for n in self._device.random_state_devices()]
+        return [(None, torch.get_rng_state()), *cards]
 
     def rehearse(self, inputs: Sequence[Any], *, again: bool = False) -> None:
         """Run the step without writing anything: what it takes in memory, it takes now.

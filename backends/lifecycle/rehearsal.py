@@ -12,6 +12,10 @@ On a card the first call of a kernel may take memory that no later one does: Ind
 buffer as large as the card's L2 cache, and with copies of what the kernel overwrites. So a
 rehearsal there that came to its end above what is allowed is done once more before it counts, with
 what the first has left on the card.
+
+A later step may run out of a card's memory, too: others take some, or what is free is in pieces.
+Where it has changed nothing it is planned and rehearsed again as the first, and run again with the
+random numbers that it drew.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class Rehearsed:
         self._together = together
         self._settings = settings
         self._rounds = ROUNDS if replans else 0
+        self._rounds_later = self._rounds if together is ALONE else 0  # for all later steps
         self._rehearsed = False
         self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
         self._workspace: Mapping[str, int] = {}  # that `compiled` is planned with
@@ -79,7 +84,7 @@ class Rehearsed:
 
     def __call__(self, inputs: list[Any]) -> Any:
         if self._rehearsed:
-            return self.compiled(inputs)
+            return self._later_step(inputs)
         with self._shown():
             kept = self._kept(inputs)
             if kept is not None and self._is_known(kept):
@@ -88,6 +93,24 @@ class Rehearsed:
             if (kept := self._kept(inputs)) is not None:
                 kept.keep(self.compiled.peak_bytes)
             return self.compiled(inputs)
+
+    def _later_step(self, inputs: list[Any]) -> Any:
+        drawn = self.compiled.random_states()
+        try:
+            return self.compiled(inputs)
+        except RuntimeError as error:
+            changed = self.compiled.has_changed_something
+            if changed or not self._rounds_later or not _is_out_of_device_memory(error):
+                raise
+            _free_frames(error)
+            short = error
+        _draw_again_from(drawn)
+        self._rounds_later -= 1
+        worst = Overshoot(self._overshoot_bytes(short), 0, True, {})
+        if not self._plans_again(worst, short, inputs, what="a step"):
+            raise short
+        self._rehearsed = False
+        return self(inputs)
 
     def _kept(self, inputs: Sequence[Any]) -> KeptRehearsal | None:
         """Where the rehearsal of the step as it is now compiled is kept, if it is."""
@@ -111,10 +134,13 @@ class Rehearsed:
 
     def _first_step(self, inputs: list[Any], kept: KeptRehearsal) -> Any:
         """The step that another process has rehearsed, which says whether it takes as much here."""
+        known = self.compiled
         try:
-            return self.compiled(inputs)
+            return self._later_step(inputs)
         finally:
-            if self.compiled.peak_bytes[Tier.DEVICE] > (self.compiled.rehearsed_device_bytes or 0):
+            if known.peak_bytes[Tier.DEVICE] > (known.rehearsed_device_bytes or 0) or (
+                self.compiled is not known
+            ):
                 kept.forget()
 
     def _rehearse(self, inputs: Sequence[Any]) -> None:
@@ -180,13 +206,11 @@ class Rehearsed:
         try:
             self.compiled.rehearse(inputs, again=again)
         except RuntimeError as error:
-            of_the_plan = isinstance(error, OutOfDeviceMemory) and error.tier == Tier.DEVICE
-            if not (of_the_plan or is_out_of_memory(error)):
+            if not _is_out_of_device_memory(error):
                 raise
-            # The tensors in the frames that it came through would live as long as the error.
-            traceback.clear_frames(error.__traceback__)
+            _free_frames(error)
             self._first_over_bytes = self._overshoot_bytes(error)
-            if of_the_plan:
+            if isinstance(error, OutOfDeviceMemory):
                 self._measure_all(inputs)
             return error
         return None
@@ -213,12 +237,16 @@ class Rehearsed:
         return max(1, self.compiled.allowed_bytes - self.compiled.plan.budgets[Tier.DEVICE])
 
     def _plans_again(
-        self, worst: Overshoot, error: Exception | None, inputs: Sequence[Any]
+        self,
+        worst: Overshoot,
+        error: Exception | None,
+        inputs: Sequence[Any],
+        what: str = "a rehearsal of the step",
     ) -> bool:
         """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
         told = (
-            f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
+            f"{what} took {format_bytes(peak_bytes)} on the device, where "
             f"{format_bytes(planned_bytes)} were planned" + (", and ran out of it" if error else "")
         )
         if torch.cuda.is_available():
@@ -253,7 +281,10 @@ class Rehearsed:
         over_bytes = worst.over_bytes
         least_bytes = int(LEAST_STEP * planned_bytes) if worst.ran_out else 0
         first_bytes = worst.first_bytes or over_bytes
-        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
+        # Memory in pieces refuses one that is large long before all is taken: half as much less
+        # may do, and the next rehearsal tells.
+        halves = (over_bytes // 2, over_bytes // 4) if worst.ran_out else ()
+        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes, *halves))
         # At last as if nothing were known: what one plan takes inside, another one may not.
         for_less = [
             (max(1, planned_bytes - less), workspace)
@@ -274,6 +305,24 @@ class Rehearsed:
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""
         return self.compiled.plan.predicted.peak_bytes[Tier.DEVICE]
+
+
+def _is_out_of_device_memory(error: Exception) -> bool:
+    of_the_plan = isinstance(error, OutOfDeviceMemory) and error.tier == Tier.DEVICE
+    return of_the_plan or is_out_of_memory(error)
+
+
+def _free_frames(error: Exception) -> None:
+    """The tensors in the frames that it came through would live as long as the error."""
+    traceback.clear_frames(error.__traceback__)
+
+
+def _draw_again_from(states: Sequence[tuple[int | None, torch.Tensor]]) -> None:
+    for card, state in states:
+        if card is None:
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, card)
 
 
 def _add(error: Exception, sentence: str) -> None:

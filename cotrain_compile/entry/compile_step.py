@@ -49,7 +49,13 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
 from cotrain_compile.entry.choose_plan import plan_as_before, plan_for
-from cotrain_compile.entry.compiled import Origin, first_fingerprint, last_placement, register
+from cotrain_compile.entry.compiled import (
+    Origin,
+    first_fingerprint,
+    last_run,
+    planned_for_less,
+    register,
+)
 from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import kind_of, load
@@ -207,7 +213,10 @@ def _compiler(
         budget_bytes: int | None, inputs: Sequence[Any], workspace: Mapping[str, int]
     ) -> CompiledStep:
         options = origin.options
-        before = last_placement(origin) if cuda or options.plan is not None else None
+        before = last_run(origin) if cuda or options.plan is not None else None
+        if before is not None and cuda and budget_bytes is None:
+            # Homes that moved make a new trace, to which the card has no more than to the last.
+            budget_bytes = planned_for_less(before)
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
@@ -215,7 +224,8 @@ def _compiler(
             less["together"] = together
         if workspace:
             less["workspace"] = workspace
-        compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
+        placed = () if before is None else (before.plan.placement,)
+        compiled = compile_step(step, dataflow, options, *placed, **less)
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
             tell_if_in_pieces(compiled.predicted_reserved, inputs, compute_device_of(step))

@@ -28,7 +28,6 @@ from cotrain_compile.errors import CotrainError
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
-from cotrain_compile.plan import Placement
 from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.live import LiveLine
 
@@ -137,12 +136,17 @@ def synchronize() -> None:
     wait_for_tails()
 
 
-def last_placement(origin: Origin) -> Placement | None:
-    """The placement of what ran last of this step function with these options."""
+def last_run(origin: Origin) -> CompiledStep | None:
+    """What ran last of this step function with these options."""
     found = [c for c, of in _compiled.items() if c.steps and of.function == origin.function]
     found = [c for c in found if _compiled[c].options == origin.options]
-    newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
-    return None if newest is None else newest.plan.placement
+    return max(found, key=lambda compiled: compiled.last_run_s, default=None)
+
+
+def planned_for_less(before: CompiledStep) -> int | None:
+    """The device bytes that a step was planned for where its budget was not there; else None."""
+    planned_bytes = before.problem.budgets[Tier.DEVICE]
+    return planned_bytes if planned_bytes < before.plan.budgets[Tier.DEVICE] else None
 
 
 def first_fingerprint(origin: Origin) -> str | None:

@@ -264,8 +264,9 @@ def test_a_pin_that_fails_leaves_no_error_for_the_next_kernel() -> None:
 # Of so little memory, what the allocator takes at once is a large part; that is told, too.
 @pytest.mark.filterwarnings("ignore:cotrain. the plan has .* but torch's allocator may reserve")
 def test_a_card_with_less_free_than_the_budget_is_planned_for_again() -> None:
-    # Far more than the 20 MiB that the allocator takes at once.
-    settings: dict[str, Any] = {"rows": 4096, "width": 512}
+    # Tensors from 10 MiB on are segments of their own; smaller ones lie in pieces of 20 MiB, of
+    # which as little memory as here has too few.
+    settings: dict[str, Any] = {"rows": 8192, "width": 512}
     whole = Training(policy="resident", **settings)
     expected = whole.run()
     peak = whole.inspected.predicted.peak_bytes[Tier.DEVICE]
@@ -273,7 +274,9 @@ def test_a_card_with_less_free_than_the_budget_is_planned_for_again() -> None:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    placed = Training(memory_budget=2 * peak, host_kernels="captured", **settings)
+    # What is made again of a dropout follows CUDA's kernel, which is not the one of this card.
+    exact = {"host_kernels": "captured", "split": "off", "recompute": "off"}
+    placed = Training(memory_budget=2 * peak, **exact, **settings)
     with (
         card.free(int(0.85 * peak)),
         card.delays(copies_us=LATE_US, ops_us=LATE_US),

@@ -182,6 +182,66 @@ def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> 
     assert plans[-1].problem.budgets[Tier.DEVICE] == limit - 1000
 
 
+@contextmanager
+def full_card_in(
+    compiled: list[CompiledStep], *, at: int, of_step: int, once: bool
+) -> Iterator[None]:
+    """The allocator has nothing left at linear layer `at` of a step, of the first plan alone."""
+    layers = 0
+
+    def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
+        nonlocal layers
+        COUNT(self, storage, tier, where, size)
+        if where.startswith("addmm") and compiled[-1].steps == of_step - 1 and layers < at:
+            layers += 1
+            if layers == at:
+                layers = at if once else 0
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with mock.patch.object(Meter, "count", count):
+        yield
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+def test_a_later_step_without_room_is_planned_and_run_again_and_exact(share: float) -> None:
+    """Its dropouts are drawn again as they were, and what was planned keeps to the exact peak."""
+    undisturbed, disturbed = Training(), Training()
+    budget = int(share * resident_peak_bytes())
+    options = {"host_kernels": "captured", "memory_budget": budget}
+    expected = undisturbed.run(undisturbed.compiled(**options), steps=5)
+    with noting_plans() as plans:
+        step = disturbed.compiled(**options)
+        # The rehearsal has four layers, too, in which no step has been.
+        with (
+            full_card_in(plans, at=3, of_step=3, once=True),
+            pytest.warns(
+                UserWarning,
+                match=r"a step took .* ran out of it; nothing was changed, and it is planned",
+            ),
+        ):
+            found = disturbed.run(step, steps=5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(plans) == 2
+    assert plans[1].steps == 3
+
+
+def test_a_later_step_that_never_finds_room_ends_in_its_error_and_has_changed_nothing() -> None:
+    training = Training()
+    with noting_plans() as plans:
+        step = training.compiled(memory_budget=resident_peak_bytes())
+        training.run(step, steps=2)
+        before, plans[-1].steps = training.tensors(), 0  # from here on as the plans to come
+        with (
+            full_card_in(plans, at=2, of_step=1, once=False),
+            pytest.warns(UserWarning, match="planned again"),
+            pytest.raises(torch.OutOfMemoryError, match="No parameter or optimizer state"),
+        ):
+            step(torch.randn(BATCH, WIDTH))
+    assert len(plans) > 1
+    torch.testing.assert_close(training.tensors(), before, rtol=0, atol=0)
+    torch.testing.assert_close(step(torch.ones(BATCH, WIDTH)).isfinite(), torch.tensor(True))
+
+
 def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:
     training = Training()
     before = training.tensors()
