@@ -167,7 +167,7 @@ class Rehearsed:
         surplus_bytes = peak_bytes - self._planned_bytes()
         if surplus_bytes > 0:
             told = (
-                f"a rehearsal took {format_bytes(peak_bytes)} on the device, "
+                f"a dry run took {format_bytes(peak_bytes)} on the device, "
                 f"{format_bytes(surplus_bytes)} more than planned op by op: what compiled code"
                 f"{'' if compiled.is_metered else ', its tuning'} and libraries hold"
             )
@@ -218,7 +218,7 @@ class Rehearsed:
         """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
         told = (
-            f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
+            f"a dry run of the step took {format_bytes(peak_bytes)} on the device, where "
             f"{format_bytes(planned_bytes)} were planned" + (", and ran out of it" if error else "")
         )
         if torch.cuda.is_available():

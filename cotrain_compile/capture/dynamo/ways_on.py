@@ -72,8 +72,8 @@ _DRAW = (
 )
 
 SAVED_TENSORS = (
-    "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
-    "again, what backward() needs, so that memory_budget holds"
+    "leave out the hooks on saved tensors: the plan itself offloads, or recomputes, "
+    "what backward() needs, so that memory_budget holds"
 )
 WITHIN_A_TRANSFORM = "call torch.func and vmap in the step, of the function that computes the loss"
 DISPATCH_MODES = (
