@@ -62,7 +62,8 @@ _FRAMEWORKS = (
     ),
     (
         "torch/nn/utils/clip_grad.py",
-        "clip with error_if_nonfinite=False, and look at the norm that the step returns",
+        "clip with error_if_nonfinite=False, and look at the norm that the step returns; where "
+        "frozen weights are quantized, clip [p for p in model.parameters() if p.requires_grad]",
     ),
 )
 
