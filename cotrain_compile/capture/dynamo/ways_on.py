@@ -51,6 +51,11 @@ _FRAMEWORKS = (
         "SFTTrainer)` set `compute_loss = transformers.Trainer.compute_loss`: the model's own, "
         "which is the same number",
     ),
+    (
+        "/torchtune/modules/transformer.py",
+        "torchtune's output in chunks is not for a compiler: leave set_num_output_chunks() out and "
+        "take torch.nn.CrossEntropyLoss(), which the plan runs in parts where memory is short",
+    ),
     ("/lightning_fabric/", _FABRIC),
     ("/lightning/fabric/", _FABRIC),
     ("/lightning/pytorch/", _LIGHTNING),
