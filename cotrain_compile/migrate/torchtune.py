@@ -47,8 +47,8 @@ RULES: tuple[Rule, ...] = (
     rule(Way.STEP, "`fully_shard` on the layers (docs/several_cards.md)", "custom_sharded_layers"),
     rule(
         Way.STEP,
-        "torch.nn.CrossEntropyLoss in the step, which option `split` runs in parts; torchtune's own "
-        "chunks break the graph",
+        "torch.nn.CrossEntropyLoss in the step, which option `split` runs in parts; torchtune's "
+        "own chunks break the graph",
         "loss.*",
         "loss",
     ),
