@@ -78,7 +78,7 @@ def from_config(
     if plan:
         console.print(f"\nThe step of {step} on {machine}", style="bold", soft_wrap=True)
         for name, took in _gain(plan):
-            console.print(f"  {name:16}{took}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {name:32}{took}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_group(group: Sequence[Counterpart]) -> None:

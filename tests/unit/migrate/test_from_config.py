@@ -172,7 +172,7 @@ def test_the_command_says_what_a_plan_would_gain(tmp_path: Path) -> None:
     lines = said(str(CONFIGS / "ds_zero3.json"), *step, "--memory-budget", "100KiB").splitlines()
     assert "Not known to this command" in lines
     start = next(i for i, line in enumerate(lines) if line.startswith("The step of"))
-    took = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines[start + 2 :])
+    took = dict(re.split(r" {2,}", line.strip()) for line in lines[start + 2 :])
     assert took["everything on the device"] == "does not fit"
     assert "µs" in took["all optimizer states streamed"]
 
