@@ -46,7 +46,7 @@ from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
-from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
+from cotrain_compile.viz.text.summary import WHERE, order_words, recompute_words, search_words
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 VARIABLE = "COTRAIN_DEBUG"
@@ -135,7 +135,7 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
         return
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     yield "moves", f"{format_bytes(down)} down, {format_bytes(up)} up in each step"
-    modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
+    modes = Counter(WHERE[mode] for mode in plan.placement.updates.values())
     if modes:  # none in a call that only adds gradients up
         yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
     busy = (

@@ -170,7 +170,7 @@ def _candidate(answer: Plan | PlacementError, policy: str) -> str:
 
 
 _BEST = 5  # of the candidates that fit, on one line
-_WHERE: Mapping[UpdateMode, str] = {
+WHERE: Mapping[UpdateMode, str] = {
     UpdateMode.RESIDENT: "on the device",
     UpdateMode.STREAMED: "on the device with states from the host",
     UpdateMode.HOST: "on the host",
@@ -185,7 +185,7 @@ def _updates(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     words = []
     for mode, names in params.items():
         size = f" ({format_bytes(_bytes_with_states(dataflow, names))})" if dataflow else ""
-        words.append(f"{len(names)} {_WHERE[mode]}{size}")
+        words.append(f"{len(names)} {WHERE[mode]}{size}")
     if words:
         yield "updates     " + ", ".join(words)
     homes = Counter(tier.value for tier in plan.placement.homes.values())

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,8 @@ def records(path: Path) -> Iterator[Any]:
             at += left
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):
+            return
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -64,6 +67,16 @@ def records(path: Path) -> Iterator[Any]:
             record.ParseFromString(whole)
             yield record
             whole = b""
+
+
+def whole_run(path: Path) -> list[Any]:
+    """The records of a run that has ended: its process writes the last of them after `finish`."""
+    for _ in range(600):
+        found = list(records(path))
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        time.sleep(0.1)
+    pytest.fail(f"{path} has no end")
 
 
 def test_a_run_of_wandb_without_a_network_has_what_a_step_has_told(tmp_path: Path) -> None:
@@ -88,7 +101,7 @@ def test_a_run_of_wandb_without_a_network_has_what_a_step_has_told(tmp_path: Pat
     (file,) = tmp_path.rglob("*.wandb")
     told = [
         {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-        for record in records(file)
+        for record in whole_run(file)
         if record.WhichOneof("record_type") == "history"
     ]
     scalars = cotrain_compile.scalars(compiled, 32, "cotrain/")
