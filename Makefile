@@ -2,6 +2,7 @@
 # make demo    the same set-up, then the demo; make demo-ranks: two processes train it together
 # make check   lint, types and tests: what CI runs
 # make audit   looks for known vulnerabilities in what is installed
+# make published  what twine says of sdist and wheel, and pyright of code that uses the package
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
 # make stub-card  the CUDA runtime on a card of threads, with a CUDA build of torch (several GB); TORCH=2.11.0: of that one
@@ -19,7 +20,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
+.PHONY: published test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -61,6 +62,10 @@ audit: install
 
 lowest: install
 	.ci/lowest $(BIN)/python $(TORCH) $(TORCH_INDEX)
+
+published: install
+	$(BIN)/python -m pip install --quiet -e ".[release]"
+	.ci/published $(BIN)/python
 
 # Two workers, as in CI: with one, mypy 2.4 infers some lambdas otherwise.
 types: install

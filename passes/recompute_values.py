@@ -111,8 +111,8 @@ def _check_names(copies: Mapping[fx.Node, fx.Node]) -> None:
         name = again_name(named.setdefault(copy, node).name)
         if copy.name != name:
             raise PlanError(
-                f"the step has a value called {name}, as {node.name} would be where it is made "
-                "again; give it another name, or set recompute='off'"
+                f"the step has a value called {name}, as {node.name} would be where it is "
+                "recomputed; give it another name, or set recompute='off'"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from cotrain_compile.plan import Plan
+from cotrain_compile.support.plan_words import named_plan
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 
@@ -17,7 +18,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     ]
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     return [
-        ("policy", f"{plan.placement.policy} on {plan.on_machine}"),
+        ("plan", f"{named_plan(plan.placement.policy)} on {plan.on_machine}"),
         ("a step", f"{format_seconds(plan.predicted.makespan_s)} {plan.foreseen}"),
         *peaks,
         ("moves", f"{format_bytes(down)} down, {format_bytes(up)} up"),

@@ -193,7 +193,7 @@ class Rehearsed:
         surplus_bytes = peak_bytes - self._planned_bytes()
         if surplus_bytes > 0:
             told = (
-                f"a rehearsal took {format_bytes(peak_bytes)} on the device, "
+                f"a dry run took {format_bytes(peak_bytes)} on the device, "
                 f"{format_bytes(surplus_bytes)} more than planned op by op: what compiled code"
                 f"{'' if compiled.is_metered else ', its tuning'} and libraries hold"
             )
@@ -241,7 +241,7 @@ class Rehearsed:
         worst: Overshoot,
         error: Exception | None,
         inputs: Sequence[Any],
-        what: str = "a rehearsal of the step",
+        what: str = "a dry run of the step",
     ) -> bool:
         """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()

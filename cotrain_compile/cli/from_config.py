@@ -15,6 +15,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_seconds
 from cotrain_compile.viz.text.summary import candidates
 
@@ -77,7 +78,7 @@ def from_config(
     if plan:
         console.print(f"\nThe step of {step} on {machine}", style="bold", soft_wrap=True)
         for name, took in _gain(plan):
-            console.print(f"  {name:16}{took}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {name:32}{took}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_group(group: Sequence[Counterpart]) -> None:
@@ -117,4 +118,5 @@ def _gain(plan: Plan) -> Iterator[tuple[str, str]]:
     from cotrain_compile.placement.policies import RULES
 
     yield "this plan", format_seconds(plan.predicted.makespan_s)
-    yield from ((name, took) for name, took in candidates([plan], tuple(RULES)) if name in RULES)
+    rules = {plan_words(rule) for rule in RULES}
+    yield from ((name, took) for name, took in candidates([plan], tuple(RULES)) if name in rules)

@@ -234,7 +234,7 @@ class Together:
 
     def worst(self, own: Overshoot) -> Overshoot:
         """What all ranks together have to spare, so that all plan again or none does."""
-        found = self._exchange(own, "has rehearsed")
+        found = self._exchange(own, "has had its dry run")
         ops = dict.fromkeys(op for of_rank in found for op in of_rank.beyond)
         return Overshoot(
             max(of_rank.over_bytes for of_rank in found),

@@ -38,7 +38,7 @@ from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.text.describe import describe_differences
 
-_ANEW = "homes, updates and what is away are the plan's, and copies are scheduled anew"
+_ANEW = "homes, updates and what is offloaded are the plan's, and copies are scheduled anew"
 
 
 def plan_for(

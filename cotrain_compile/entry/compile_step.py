@@ -310,7 +310,7 @@ def _workspace_told(workspace: Mapping[str, int]) -> str:
     return (
         f"{len(workspace)} ops are planned with a workspace of up to "
         f"{format_bytes(max(workspace.values()))}, which compiled code and kernels took inside in "
-        "a rehearsal"
+        "a dry run"
     )
 
 

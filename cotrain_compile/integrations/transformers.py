@@ -159,8 +159,10 @@ def _whole_step(
             losses.append(loss.detach())
         if scaler is not None:
             scaler.unscale_(optimizer)
-        # A norm alone, for the log, would have all gradients wait for the last one.
-        norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm) if largest_norm else None
+        # A norm alone, for the log, would have all gradients wait for the last one. Of a frozen
+        # quantized weight, a class of its own, Dynamo reads no gradient.
+        trained = [p for p in model.parameters() if p.requires_grad]
+        norm = nn.utils.clip_grad_norm_(trained, largest_norm) if largest_norm else None
         if scaler is None:
             optimizer.step()
         else:

@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         Way.PLAN,
-        "option `recompute` is on: the plan says what is made again and what rests on the host",
+        "option `recompute` is on: the plan says what is recomputed and what is offloaded",
         "fsdp_config.fsdp_activation_checkpointing",
     ),
     rule(

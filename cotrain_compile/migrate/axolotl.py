@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         Way.PLAN,
-        "option `recompute` is on: the plan says what is made again and what rests on the host",
+        "option `recompute` is on: the plan says what is recomputed and what is offloaded",
         "gradient_checkpointing*",
         "activation_offloading",
     ),
@@ -84,8 +84,8 @@ RULES: tuple[Rule, ...] = (
         "lora_target_*",
     ),
     rule(
-        Way.NONE,
-        "a 4-bit base is not captured; in bfloat16 it may rest on the host",
+        Way.STEP,
+        "how the model is loaded, before the step; bitsandbytes' frozen weights are captured",
         "load_in_4bit",
         "bnb_*",
     ),

@@ -28,7 +28,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         Way.PLAN,
-        "option `recompute` is on: the plan says what is made again and what rests on the host",
+        "option `recompute` is on: the plan says what is recomputed and what is offloaded",
         "enable_activation_checkpointing",
         "enable_activation_offloading",
         "ac_mode",
@@ -47,7 +47,8 @@ RULES: tuple[Rule, ...] = (
     rule(Way.STEP, "`fully_shard` on the layers (docs/several_cards.md)", "custom_sharded_layers"),
     rule(
         Way.STEP,
-        "the loss in the step; chunks by hand stay as they are written",
+        "torch.nn.CrossEntropyLoss in the step, which option `split` runs in parts; torchtune's "
+        "own chunks break the graph",
         "loss.*",
         "loss",
     ),

@@ -105,9 +105,9 @@ class PlanningOptions:
         0.005, float, "a fraction: as near to the bound counts as solved", parsers.fraction
     )
     seed: int = _option(0, int, "what the solver begins with", parsers.seed)
-    overlap_steps: bool = _option(False, bool, "let host updates go on under the next step")
-    speculate: str = _option("off", Speculate, "let host updates begin before the norm is known")
-    recompute: str = _option("auto", Recompute, "whether the plan may make values again")
+    overlap_steps: bool = _option(False, bool, "defer host updates into the next step")
+    speculate: str = _option("off", Speculate, "speculative host updates, before the norm is known")
+    recompute: str = _option("auto", Recompute, "whether the plan may recompute values")
     micro_batch_order: str = _option("auto", MicroBatchOrder, "in which order micro-batches run")
     split: str = _option("auto", Split, "whether regions of the step, as its loss, run in parts")
 

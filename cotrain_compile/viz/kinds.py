@@ -16,7 +16,7 @@ from cotrain_compile.plan import Lane, Plan, Span, Timeline
 COLOURS: Mapping[str, str] = {
     "forward": "#2E8BC5",
     "backward": "#0A4F80",
-    "made again": "#5B3FB5",
+    "recomputed": "#5B3FB5",
     "optimizer": "#B5558C",
     "work on the device": "#2E8BC5",
     "weight": "#C88100",
@@ -32,7 +32,7 @@ COLOURS: Mapping[str, str] = {
 DARK: Mapping[str, str] = {
     "forward": "#8FD0F5",
     "backward": "#4F9FE0",
-    "made again": "#B7A6F5",
+    "recomputed": "#B7A6F5",
     "optimizer": "#E59CC8",
     "work on the device": "#8FD0F5",
     "weight": "#F2B33D",
@@ -113,7 +113,7 @@ def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str,
     """What each task of `plan`, and each op whose phase is given, is: a key of `COLOURS`."""
     kinds = {name: phase.value for name, phase in (phases or {}).items()}
     if plan.placement.recomputed:
-        kinds |= {again_name(name): "made again" for name in phases or {}}
+        kinds |= {again_name(name): "recomputed" for name in phases or {}}
     kinds |= {cast.name: "cast on the host" for cast in plan.host_regions if cast.makes}
     copied = copied_kinds(plan)
     return kinds | {task.name: copied[task.buffer] for task in plan.transfers}

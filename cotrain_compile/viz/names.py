@@ -6,8 +6,6 @@ all layers has one name when folded: `model.layers.*.mlp.gate_proj: mm`.
 A layer (`Layers`) is a module path up to its first number (`model.layers.17`), or the whole path
 without one. The backward and the updates are outside all modules; an op there belongs to the layer
 of what it touches: a parameter, its gradient, its states, else an activation that a layer has made.
-
-And what plans are called (`plan_words`): `greedy+recompute:4` is "greedy choice, recomputing".
 """
 
 from __future__ import annotations
@@ -156,47 +154,3 @@ def _in_module(module: str, does: str) -> str:
 
 def _what(op: Op) -> str:
     return f"{op.target} at {op.line}" if op.line else op.target
-
-
-_WAYS: Mapping[str, str] = {
-    "resident": "everything on the device",
-    "zero-offload": "ZeRO-Offload's rule",
-    "coarse": "all updates on the host",
-    "streamed": "all optimizer states streamed",
-    "greedy": "greedy choice",
-    "ilp": "integer program",
-    "lp-round": "rounded program",
-}
-_MADE_AGAIN: Mapping[str, str] = {
-    "by-region": "recomputing by layer",
-    "every-layer": "recomputing every layer",
-    "every-other": "recomputing every other layer",
-    "checkpoints": "recomputing your checkpoints",
-}
-
-
-def plan_words(policy: str) -> str:
-    """`lp-round+recompute:by-region+parts:8` -> "rounded program, recomputing by layer,
-    in 8 parts".
-
-    What is not known stays as it is.
-    """
-    way, *others = policy.split("+")
-    name, _, share = way.partition(":")
-    told = [f"updates on the host: {share}" if name == "fraction" else _WAYS.get(way, way)]
-    for each in others:
-        kind, _, how = each.partition(":")
-        match kind:
-            case "recompute" if how.replace(".", "").isdigit():
-                told.append(f"recomputing, level {how}")
-            case "recompute":
-                told.append(_MADE_AGAIN.get(how, f"recomputing ({how})"))
-            case "parts":
-                told.append(f"in {how} parts")
-            case "packs":
-                told.append("micro-batches by layer")
-            case "head":
-                told.append("logits too")
-            case _:
-                told.append(each)
-    return ", ".join(told)

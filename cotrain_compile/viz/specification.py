@@ -20,8 +20,9 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.placed import as_placed, place_dataflow
 from cotrain_compile.placement.residency import IntervalSum
 from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Timeline, Transfer
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.viz.kinds import MEMORY_KINDS, kinds_of, lane_titles, spans_with_kinds
-from cotrain_compile.viz.names import REST, layers, names, plan_words
+from cotrain_compile.viz.names import REST, layers, names
 
 _OF_ROLE: Mapping[Role, str] = {
     Role.PARAM: "parameters",

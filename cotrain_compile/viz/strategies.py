@@ -104,6 +104,6 @@ def _kind(bar: Bar) -> str:
     if stream.startswith("peer") or not bar.lane.startswith(("device", "compute")):
         return "exchange with other ranks"
     if task.startswith("backward") and own.startswith("forward"):
-        return "made again"
+        return "recomputed"
     named = {"forward": "forward", "backward": "backward", "update": "optimizer"}
     return named.get(own.split(" ")[0].rstrip(","), "work on the device")

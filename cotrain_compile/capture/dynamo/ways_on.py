@@ -51,6 +51,11 @@ _FRAMEWORKS = (
         "SFTTrainer)` set `compute_loss = transformers.Trainer.compute_loss`: the model's own, "
         "which is the same number",
     ),
+    (
+        "/torchtune/modules/transformer.py",
+        "torchtune's output in chunks is not for a compiler: leave set_num_output_chunks() out and "
+        "take torch.nn.CrossEntropyLoss(), which the plan runs in parts where memory is short",
+    ),
     ("/lightning_fabric/", _FABRIC),
     ("/lightning/fabric/", _FABRIC),
     ("/lightning/pytorch/", _LIGHTNING),
@@ -62,7 +67,8 @@ _FRAMEWORKS = (
     ),
     (
         "torch/nn/utils/clip_grad.py",
-        "clip with error_if_nonfinite=False, and look at the norm that the step returns",
+        "clip with error_if_nonfinite=False, and look at the norm that the step returns; where "
+        "frozen weights are quantized, clip [p for p in model.parameters() if p.requires_grad]",
     ),
 )
 
@@ -72,8 +78,8 @@ _DRAW = (
 )
 
 SAVED_TENSORS = (
-    "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
-    "again, what backward() needs, so that memory_budget holds"
+    "leave out the hooks on saved tensors: the plan itself offloads, or recomputes, "
+    "what backward() needs, so that memory_budget holds"
 )
 WITHIN_A_TRANSFORM = "call torch.func and vmap in the step, of the function that computes the loss"
 DISPATCH_MODES = (

@@ -353,7 +353,7 @@ class _Replay:
             copy = self.sent.get(name) or self.homes[name]
             second = self._new_on_host(name, f"where {region.name} has saved it")
             second.born, second.last = 0, self.end_tick
-            copy.value = f"{region.name} on guesses"
+            copy.value = f"{region.name} before it is confirmed"
             self.speculated[region.name].append((copy, value))
 
     def _confirm(self, region: HostRegion) -> None:

@@ -168,8 +168,7 @@ def _check_speculations(dataflow: Dataflow, plan: Plan) -> None:
         update = confirmed[name]
         require(
             region.param in allowed and region.param == update.param and not update.guesses,
-            f"{name} is no update on guesses of a speculative parameter that {update.name} can "
-            "confirm",
+            f"{name} is no speculative update of a parameter that {update.name} can confirm",
         )
         unknown = sorted(set(region.guesses).difference(known.get(region.param, ())))
         require(not unknown, f"{name} guesses {unknown[:3]}, which no step has neutral as a rule")

@@ -31,10 +31,10 @@ from cotrain_compile.placement.policies import SMALL_STATE_BYTES
 from cotrain_compile.plan import Placement, UpdateMode
 
 _MODES = {
-    UpdateMode.RESIDENT: "resident",
+    UpdateMode.RESIDENT: "on the device",
     UpdateMode.STREAMED: "states streamed",
     UpdateMode.HOST: "updated on the host",
-    UpdateMode.HOST_STREAMED: "updated on the host, at home there",
+    UpdateMode.HOST_STREAMED: "updated on the host with the weight there",
 }
 _FETCHES = ("", ", weight fetched", ", weight fetched twice")
 
@@ -94,12 +94,12 @@ class Strategy:
     @property
     def words(self) -> str:
         """The strategy as people read it."""
-        mode = "frozen" if self.mode is None else _MODES[self.mode] + ", on guesses" * self.guesses
+        mode = "frozen" if self.mode is None else _MODES[self.mode] + ", speculative" * self.guesses
         what = ["states"] * self.on_disk + ["weight"] * self.weight_on_disk
         mode += f", {' and '.join(what)} on disk" if what else ""
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
-        return mode + _FETCHES[self.fetches] + ", gradient away" * self.gradient_away
+        return mode + _FETCHES[self.fetches] + ", gradient offloaded" * self.gradient_away
 
     def fits(self, cluster: ParamCluster) -> bool:
         """Whether it can be chosen for `cluster`."""
@@ -380,7 +380,7 @@ class MadeAgain(Stays):
     The latter is `ahead` buckets before, or up to twice as many.
     """
 
-    words: str = "made again"
+    words: str = "recomputed"
     ahead: int = 0
 
     def fits(self, cluster: ActivationCluster) -> bool:

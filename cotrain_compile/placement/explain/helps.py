@@ -107,7 +107,7 @@ def _all_on_the_device(problem: Problem, plan: Plan) -> Iterator[Help]:
     taken_s, nbytes = step_s(placed), max(placed.device_bytes, default=0)
     if _gains(plan, taken_s):
         told = f"everything on the device ({format_bytes(nbytes)})"
-        yield Help(told, taken_s, "nothing moves, nothing is made again")
+        yield Help(told, taken_s, "nothing moves, nothing is recomputed")
 
 
 def _twice_as_fast(problem: Problem, plan: Plan) -> Iterator[Help]:

@@ -37,6 +37,7 @@ from cotrain_compile.placement.work import (
     WorkMeter,
 )
 from cotrain_compile.plan import Placement
+from cotrain_compile.support.plan_words import plan_words
 
 # Moves up that begin not long before their use: what has come early takes the room of what leaves.
 LATE = Tactics(lookahead=0.02)
@@ -236,7 +237,7 @@ class Attempts:
         It is called as the rule, unless it has a `name`.
         """
         name = (name or rule) + variant.suffix
-        self.progress(f"trying {name}")
+        self.progress(f"trying {plan_words(name)}")
         placement = variant.by_rule(rule)
         return self.keeps(name, variant, placement, moves_of(variant.problem, placement))
 
@@ -306,7 +307,7 @@ class Attempts:
         name, best_s = "cover" + variant.suffix, math.inf
         if self.covered_s.get(name) is not None:
             return self.covered_s[name]
-        self.progress(f"scheduling {name}")
+        self.progress(f"scheduling {plan_words(name)}")
         problem = variant.problem
         self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
         kept = replace(self.step.least.placement, policy=name, recomputed=variant.recomputed)
@@ -330,7 +331,7 @@ class Attempts:
 
         Updates on the device may need more than what is alive at any op: then a repair aims lower.
         """
-        self.progress(f"scheduling {name}")
+        self.progress(f"scheduling {plan_words(name)}")
         problem, missing = variant.problem, None
         self.meter.charge(PER_OP_OF_MOVES * len(problem.dataflow.ops))
         target, moves = problem.budgets[Tier.DEVICE], moves_of(problem, placement)

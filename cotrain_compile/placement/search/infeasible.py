@@ -91,7 +91,7 @@ def refuse(problem: Problem, least: Least, failure: str = "", *, limit: str = ""
             tier=Tier.HOST,
         )
     raise PlacementError(
-        f"no plan was found {within}; with everything away that can be, the step takes "
+        f"no plan was found {within}; with everything offloaded that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
         f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, least)}",
         shortfall_bytes=needed - host,
@@ -145,7 +145,7 @@ def _less_on_the_host(problem: Problem, least: Least) -> str:
         (
             least.away_bytes,
             "make the batch or the sequence smaller, or keep fewer activations (remat=True, "
-            f"torch.utils.checkpoint): {format_bytes(least.away_bytes)} of them are away",
+            f"torch.utils.checkpoint): {format_bytes(least.away_bytes)} of them are offloaded",
         ),
     ]
     ways.sort(key=lambda way: -way[0])

@@ -112,7 +112,7 @@ class _Search(Attempts):
     @cached_property
     def levels(self) -> Levels:
         """What can be made again."""
-        self.progress("looking for what can be made again")
+        self.progress("looking for what can be recomputed")
         return Levels(self.problem, self.meter)
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:

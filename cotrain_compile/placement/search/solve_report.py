@@ -18,6 +18,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
 from cotrain_compile.plan import Milestone, Plan, SolveReport
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 
@@ -122,12 +123,12 @@ def note_on_checkpoints(problem: Problem, plan: Plan) -> tuple[str, ...]:
     told = _values_in_words(dataflow, checkpoints.values)
     if not checkpoints.dissolved:
         return (
-            f"torch.utils.checkpoint is respected: it has {told} made again; "
+            f"torch.utils.checkpoint is respected: it has {told} recomputed; "
             "checkpoints='dissolve' leaves that to the plan",
         )
     again = frozenset(plan.placement.recomputed).intersection(checkpoints.values)
     kept = "none of them" if not again else _values_in_words(dataflow, again)
-    return (f"torch.utils.checkpoint is dissolved: of its {told} the plan makes again {kept}",)
+    return (f"torch.utils.checkpoint is dissolved: of its {told} the plan recomputes {kept}",)
 
 
 def _values_in_words(dataflow: Dataflow, names: Collection[str]) -> str:
@@ -169,15 +170,16 @@ def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -
     """Where the plan, by the way called `name`, is not by the policy or the solver asked for."""
     if solution is None:
         return ()
+    words = plan_words(name)
     if solution.failure:
-        return (f"the solver {solver} failed ({solution.failure}); the plan is that of {name}",)
+        return (f"the solver {solver} failed ({solution.failure}); the plan is: {words}",)
     notes = []
     if asked in ("ilp", "lp-round") and name != asked:
-        notes.append(f"nothing that {asked} decided fits in the budget; the plan is that of {name}")
+        notes.append(f"nothing that {asked} decided fits in the budget; the plan is: {words}")
     if pick(solver) != solver:
         notes.append(f"the solver {solver} is not installed; {pick(solver)} has taken its place")
     if "limit" in solution.status:
-        notes.append(f"the solver stopped at its limit; the plan is that of {name}")
+        notes.append(f"the solver stopped at its limit; the plan is: {words}")
     return tuple(notes)
 
 

@@ -123,7 +123,7 @@ def tell_if_not_free(budget_bytes: int, ours_bytes: int) -> None:
         warnings.warn(
             f"cotrain: memory_budget is {format_bytes(budget_bytes)}, but only "
             f"{format_bytes(ours_bytes)} of the card are free or the step's own; a plan that needs "
-            "more than that runs out of memory in its rehearsal and is made again. Lower the "
+            "more than that runs out of memory in its dry run and is made again. Lower the "
             "budget, or end what else uses the card",
             stacklevel=2,
         )

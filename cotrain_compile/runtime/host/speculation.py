@@ -82,7 +82,7 @@ class Speculation:
         if not self._second:  # kept from step to step: fresh memory waits for the system's pages
             self._second = [torch.empty_like(tensor) for tensor in tensors]
         for tensor, second in zip(tensors, self._second, strict=True):
-            meter.track(second, Tier.HOST, "what an update on guesses has saved")
+            meter.track(second, Tier.HOST, "what a speculative update has saved")
             second.copy_(tensor)
         self._is_whole = False
         self.at_stake = list(zip(tensors, self._second, strict=True))

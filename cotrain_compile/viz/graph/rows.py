@@ -36,7 +36,7 @@ class Sign(StrEnum):
 
     FETCHED = "weights fetched from the host"
     AWAY = "activations offloaded and prefetched"
-    AGAIN = "made again for the backward"
+    AGAIN = "recomputed for the backward"
     PARTS = "runs in parts"
     ON_HOST = "updated on the host"
     STREAMED = "optimizer states streamed"
@@ -175,7 +175,7 @@ _GLYPHS: Mapping[Sign, str] = {
 _INK: Mapping[Sign, str] = {
     Sign.FETCHED: COLOURS["weight"],
     Sign.AWAY: COLOURS["activation"],
-    Sign.AGAIN: COLOURS["made again"],
+    Sign.AGAIN: COLOURS["recomputed"],
     Sign.PARTS: COLOURS["work on the device"],
     Sign.ON_HOST: COLOURS["update on the host"],
     Sign.STREAMED: COLOURS["optimizer state"],

@@ -87,7 +87,7 @@ def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -
     for told in order_words(plan, problem.dataflow):
         yield f"{told}."
     for told in recompute_words(plan, problem.dataflow):
-        yield f"Values of the forward are made again for the backward: {told}."
+        yield f"Values of the forward are recomputed for the backward: {told}."
     if reserved := list(reserved_words(plan, problem.dataflow)):
         yield f"{': '.join(reserved)}."
     yield from _of_bound(problem, plan, measured)

@@ -17,10 +17,10 @@ from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.explain.sweep import Point
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.graph.rows import rows, rows_svg
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS, css_property, palettes_css
-from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
 from cotrain_compile.viz.report.facts import groups, parameter_rows

@@ -90,7 +90,7 @@ def _away(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]
 
 def _recomputed(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     was, now = before.placement.recomputed, after.placement.recomputed
-    yield from _changed(was, now, "made again for the backward", "not made again", dataflow)
+    yield from _changed(was, now, "recomputed for the backward", "not recomputed", dataflow)
 
 
 def _changed(

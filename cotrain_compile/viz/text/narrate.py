@@ -43,10 +43,10 @@ from cotrain_compile.placement.explain.explain import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.support.phases import is_listened, tell_phase, told_to
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
-from cotrain_compile.viz.names import plan_words
-from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
+from cotrain_compile.viz.text.summary import WHERE, order_words, recompute_words, search_words
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 VARIABLE = "COTRAIN_DEBUG"
@@ -103,7 +103,7 @@ class Narrator:
     def tell_surplus(self, plan: Plan) -> None:
         """Say what the rehearsal of `plan` has added to its notes."""
         if self.level >= SUMMARY:
-            say([_row("rehearsed", plan.notes[-1])])
+            say([_row("dry run", plan.notes[-1])])
 
 
 def _row(heading: str, words: str) -> Text:
@@ -135,7 +135,7 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
         return
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     yield "moves", f"{format_bytes(down)} down, {format_bytes(up)} up in each step"
-    modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
+    modes = Counter(WHERE[mode] for mode in plan.placement.updates.values())
     if modes:  # none in a call that only adds gradients up
         yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
     busy = (
@@ -154,7 +154,7 @@ def parameter_lines(problem: Problem, plan: Plan) -> Iterator[str]:
         yield f"  {format_bytes(nbytes):>10}  {param}: {kept}"
     for name in plan.placement.away:
         nbytes = problem.dataflow.buffer[name].nbytes
-        yield f"  {format_bytes(nbytes):>10}  {name}: away between its uses"
+        yield f"  {format_bytes(nbytes):>10}  {name}: offloaded between its uses"
 
 
 def task_lines(plan: Plan) -> Iterator[str]:

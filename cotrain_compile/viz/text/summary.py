@@ -15,11 +15,12 @@ from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.presets import published_range_s
+from cotrain_compile.support.plan_words import named_plan, plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 
 def summary(plan: Plan, dataflow: Dataflow | None = None, *, ranked: bool = True) -> str:
-    """Policy, update modes, what leaves the device, memory, traffic, time and the solver's report.
+    """What the plan is, update modes, what leaves the device, memory, traffic, time, the search.
 
     With the `dataflow` that the plan was made for, each update mode has its bytes as well:
     parameters with their optimizer states. `ranked` adds what other candidates take, on one line.
@@ -27,7 +28,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None, *, ranked: bool = True
     report = plan.report
     return "\n".join(
         [
-            f"policy      {plan.placement.policy} on {plan.on_machine}",
+            f"plan        {named_plan(plan.placement.policy)} on {plan.on_machine}",
             *(f"{'':11} {note}" for note in plan.notes),
             *_updates(plan, dataflow),
             *_fetched(plan),
@@ -51,7 +52,7 @@ def order_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     if not size:
         return
     of_layers = f"packs of {size} layers" if size > 1 else "packs of one layer"
-    told = f"micro-batches run layer by layer in {of_layers}"
+    told = f"micro-batches run breadth first in {of_layers}"
     if dataflow is not None:
         found = find_micro_batches(dataflow)
         told = f"{found.count} {told}, of {len(found.layers)}"
@@ -120,7 +121,7 @@ def candidates(answers: Sequence[Plan | PlacementError], rules: Sequence[str]) -
         return
     tried = [policy for report in reports for policy in report.simulated_s]
     for policy in dict.fromkeys((*rules, *tried)):
-        yield policy, *(_candidate(answer, policy) for answer in answers)
+        yield plan_words(policy), *(_candidate(answer, policy) for answer in answers)
 
 
 def search(report: SolveReport, *, with_bound: bool = False) -> str:
@@ -140,7 +141,7 @@ def search(report: SolveReport, *, with_bound: bool = False) -> str:
 
 def _name(answer: Plan | PlacementError) -> str:
     if isinstance(answer, Plan):
-        return answer.placement.policy
+        return plan_words(answer.placement.policy)
     return f"none: {format_bytes(answer.shortfall_bytes)} short"
 
 
@@ -168,6 +169,15 @@ def _candidate(answer: Plan | PlacementError, policy: str) -> str:
     return "not tried" if is_only_resident(answer.report) else "does not fit"
 
 
+_BEST = 5  # of the candidates that fit, on one line
+WHERE: Mapping[UpdateMode, str] = {
+    UpdateMode.RESIDENT: "on the device",
+    UpdateMode.STREAMED: "on the device with states from the host",
+    UpdateMode.HOST: "on the host",
+    UpdateMode.HOST_STREAMED: "on the host with the weight",
+}
+
+
 def _updates(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     params: dict[UpdateMode, list[str]] = {}
     for param, mode in plan.placement.updates.items():
@@ -175,7 +185,7 @@ def _updates(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     words = []
     for mode, names in params.items():
         size = f" ({format_bytes(_bytes_with_states(dataflow, names))})" if dataflow else ""
-        words.append(f"{len(names)} {mode.value}{size}")
+        words.append(f"{len(names)} {WHERE[mode]}{size}")
     if words:
         yield "updates     " + ", ".join(words)
     homes = Counter(tier.value for tier in plan.placement.homes.values())
@@ -291,5 +301,5 @@ def search_words(report: SolveReport) -> str:
 def _ranked(report: SolveReport) -> Iterator[str]:
     if report.simulated_s:
         ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
-        told = ", ".join(f"{policy} {format_seconds(seconds)}" for policy, seconds in ranked)
-        yield f"candidates  {told}"
+        told = [f"{plan_words(policy)} {format_seconds(s)}" for policy, s in ranked[:_BEST]]
+        yield f"tried       {'; '.join(told)}"

@@ -124,7 +124,7 @@ def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> Non
     peak = last.measured.peak_bytes[Tier.DEVICE]
     assert peak == last.rehearsed_device_bytes
     assert last.predicted.peak_bytes[Tier.DEVICE] < peak <= budget
-    assert "a rehearsal took" in last.plan.notes[-1]
+    assert "a dry run took" in last.plan.notes[-1]
 
 
 def test_a_plan_for_less_may_take_the_whole_budget() -> None:

@@ -144,7 +144,7 @@ def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
         assert found.measured is not None
         assert found.measured.peak_bytes[Tier.DEVICE] == found.rehearsed_device_bytes
         assert found.measured.peak_bytes[Tier.DEVICE] > found.predicted.peak_bytes[Tier.DEVICE]
-    told = "a rehearsal took"
+    told = "a dry run took"
     assert [told in note for note in found.plan.notes] == [True]
     assert told in (tmp_path / "summary.txt").read_text()
     assert told in capfd.readouterr().err

@@ -175,9 +175,9 @@ def test_the_plan_decides_about_a_hugging_face_model_with_checkpoints(tmp_path: 
     assert plan.report is not None
     assert "resident+recompute:checkpoints" in plan.report.simulated_s
     assert "torch.utils.checkpoint is respected: it has" in summary(respected.plan)
-    assert "the plan makes again none of them" in summary(roomy[2].plan)
+    assert "the plan recomputes none of them" in summary(roomy[2].plan)
     again = set(step.checkpoints.values).intersection(plan.placement.recomputed)
-    assert f"the plan makes again {len(again)} values" in summary(plan)
+    assert f"the plan recomputes {len(again)} values" in summary(plan)
 
 
 def test_a_bad_word_about_checkpoints_is_refused() -> None:

@@ -112,6 +112,33 @@ def test_dpo_with_the_loss_of_the_page_and_log_probabilities_taken_beforehand(
     assert expected[-1] < expected[0]
 
 
+def test_grpo_with_the_loss_of_the_page_trains_on_completions_made_beforehand(
+    tmp_path: Path,
+) -> None:
+    trl, datasets = module("trl"), module("datasets")
+    (page,) = (text for text in blocks(PAGE, "python") if "GRPOTrainer" in text)
+    names: dict[str, Any] = {}
+    exec(compile(page, str(PAGE), "exec"), names)
+
+    def short(completions: list[str], **_: Any) -> list[float]:
+        return [-float(len(text.split())) for text in completions]
+
+    def run(kind: Any, **more: Any) -> list[float]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        settings = {**SETTINGS, "per_device_train_batch_size": 4, "num_generations": 4}
+        settings |= {"max_completion_length": 6, "gradient_accumulation_steps": 2}
+        args = trl.GRPOConfig(output_dir=str(tmp_path), **settings)
+        set_seed(0)
+        data = datasets.Dataset.from_dict({"prompt": ["w1 w2", "w3 w4"] * 8})
+        given = {"args": args, "train_dataset": data, "processing_class": tokenizer()}
+        trainer = kind(model=small_llama(), reward_funcs=short, **given, **more)
+        trainer.train()
+        return [float(p.detach().sum()) for p in trainer.model.parameters()]
+
+    expected = run(trl.GRPOTrainer)
+    assert run(names["MyGRPOTrainer"], cotrain=OPTIONS) == pytest.approx(expected, abs=2e-3)
+
+
 def test_tensorboard_reads_back_what_a_step_has_told(tmp_path: Path) -> None:
     import cotrain_compile
 

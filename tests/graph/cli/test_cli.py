@@ -79,7 +79,7 @@ def test_a_plan_is_told_in_words_and_drawn(tmp_path: Path) -> None:
     files.save(DATAFLOW, tmp_path / "step.json")
     picture = tmp_path / "step.png"
     said = run("show", str(tmp_path / "plan.json"), "--timeline", str(picture))
-    assert "resident on rtx4090" in said
+    assert "everything on the device (resident) on rtx4090" in said
     assert "250.0 ms a step" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -67,10 +67,10 @@ def test_a_step_makes_values_again_and_is_that_of_eager(tmp_path: Path) -> None:
 
     told = f"recomputes  {format_bytes(made_again(plan.placement.recomputed, step))} in "
     assert told in (tmp_path / "dump" / "summary.txt").read_text()
-    assert "made again for the backward" in (tmp_path / "dump" / "report.html").read_text()
-    assert "made again" in (tmp_path / "dump" / "predicted.trace.json").read_text()
+    assert "recomputed for the backward" in (tmp_path / "dump" / "report.html").read_text()
+    assert "recomputed" in (tmp_path / "dump" / "predicted.trace.json").read_text()
     assert "_recomputed" in (tmp_path / "dump" / "placed.py.txt").read_text()
-    assert "not made again now" in describe_diff(plan, resident.plan)
+    assert "not recomputed now" in describe_diff(plan, resident.plan)
 
     saved = str(tmp_path / "dump" / "plan.json")
     again, reloaded = train_with(**asked, plan=saved)

@@ -204,7 +204,7 @@ def test_what_kernels_take_to_be_tuned_in_their_first_call_is_no_overshoot(
         steps=1,
     )
     assert (compiled[0].rehearsed_device_bytes or 0) < 1 << 20
-    assert not any("a rehearsal took" in note for note in compiled[0].plan.notes)
+    assert not any("a dry run took" in note for note in compiled[0].plan.notes)
 
 
 def test_what_libraries_keep_after_their_first_call_counts(cuda: ThreadCuda) -> None:

@@ -22,8 +22,8 @@ import cotrain_compile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds
-from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.text.narrate import (
     LOG,
     Narrator,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ def test_trackers_get_them_under_one_prefix(step: Step) -> None:
 
 def test_a_notebook_shows_the_plan_and_the_report(step: Step, tmp_path: Path) -> None:
     compiled = cotrain_compile.inspect(step)
-    told = "zero-offload on this-machine (rates guessed)"
-    assert f"<td style='text-align:left'>{told}</td>" in compiled._repr_html_()
-    assert f"policy: {told}" in repr(compiled)
+    told = "ZeRO-Offload's rule (zero-offload) on this-machine (rates guessed)"
+    assert f"<td style='text-align:left'>{escape(told)}</td>" in compiled._repr_html_()
+    assert f"plan: {told}" in repr(compiled)
     page = cotrain_compile.report(step, tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page.html
     assert page._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')

@@ -73,7 +73,7 @@ def test_a_file_called_dash_is_standard_input_and_output(folder: Path) -> None:
     step = (folder / "step.json").read_text(encoding="utf-8")
     solved = said("solve", "-", "-o", "-", "--machine", "rtx4090", given=step)
     assert files.from_json(solved, Plan).fingerprint == STEP.fingerprint
-    assert said("show", "-", given=solved).startswith("policy ")
+    assert said("show", "-", given=solved).startswith("plan ")
 
 
 def test_quiet_says_nothing_and_verbose_what_is_done(folder: Path) -> None:

@@ -142,7 +142,7 @@ def test_an_explanation_says_where_and_why() -> None:
     assert "parameter   w1: 256.0 KiB, with 256.0 KiB of optimizer states" in text
     assert "kept        updated on the host; the weight is at home on the device" in text
     assert "as planned" in text
-    assert "resident" in text
+    assert "  on the device" in text
 
 
 def test_an_unknown_parameter_names_its_neighbours() -> None:

@@ -82,7 +82,7 @@ def test_less_than_one_op_touches_is_refused_before_a_plan_is_looked_for(policy:
     little = with_budget(problem, floor_bytes(problem) - 1)
     with pytest.raises(PlacementError, match="the step needs at least"):
         solve(little, SolveSettings(policy), progress=told.append)
-    of_levels = ["looking for what can be made again"] if policy == "auto" else []
+    of_levels = ["looking for what can be recomputed"] if policy == "auto" else []
     assert told == ["looking for the least that does", *of_levels]
 
 

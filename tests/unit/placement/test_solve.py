@@ -328,5 +328,5 @@ def test_progress_and_a_decision_space_made_before() -> None:
     again = solve(problem, progress=stages.append, space=decision_space(problem))
     assert again.placement == solve(problem).placement
     assert "looking for what can be decided" not in stages
-    assert stages[0] == "trying resident"
+    assert stages[0] == "trying everything on the device"
     assert stages[-1] == "certifying the bound"

@@ -198,7 +198,7 @@ def test_what_was_done_on_guesses_is_used_by_nothing_but_its_update() -> None:
     (task,) = (t for t in plan.tasks if t.name == update)
     early = with_task(early, update, after=(*task.after, back.name))
     at_the_end = sorted(early.tasks, key=lambda task: task.name == update)
-    with pytest.raises(PlanError, match="on guesses left it"):
+    with pytest.raises(PlanError, match="before it is confirmed left it"):
         check(problem_of(STEP), replace(early, tasks=tuple(at_the_end)))
 
 

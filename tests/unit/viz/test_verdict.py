@@ -15,8 +15,8 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_seconds
-from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.text.verdict import fits, verdict, verdict_lines, work_of
 from tests.support.dataflows import chain
 from tests.unit.viz.test_report import KIB, MEASURED, PLAN, PROBLEM, STEP
@@ -139,10 +139,10 @@ def test_the_lines_of_a_terminal_say_the_same() -> None:
     ("policy", "words"),
     [
         ("resident", "everything on the device"),
-        ("fraction:0.5", "updates on the host: 0.5"),
+        ("fraction:0.5", "a share of 0.5 updated on the host"),
         ("lp-round+recompute:by-region", "rounded program, recomputing by layer"),
         ("greedy+recompute:4+head", "greedy choice, recomputing, level 4, logits too"),
-        ("ilp+packs:1+parts:8", "integer program, micro-batches by layer, in 8 parts"),
+        ("ilp+packs:1+parts:8", "integer program, micro-batches breadth first, in 8 parts"),
         ("greedy+recompute:cut-2-0", "greedy choice, recomputing (cut-2-0)"),
         ("of-a-later-day+x", "of-a-later-day, x"),
     ],
