@@ -42,7 +42,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
-from cotrain_compile.runtime.cuda.card import Card
+from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.copy_streams import (
     CopyStreams,
     IssuedCopy,
@@ -76,7 +76,7 @@ class CudaDevice(Device):
 
     def __init__(
         self,
-        card: Card,
+        card: StreamsOfCard,
         pool: PinnedPool,
         host_budget_bytes: int,
         kernels: Mapping[str, HostKernel],
