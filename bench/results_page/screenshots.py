@@ -20,8 +20,7 @@ from PIL import Image
 from cotrain_compile import files
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.placement.saved import load_plan
-from cotrain_compile.viz.graph.drawn_rows import write_rows
-from cotrain_compile.viz.graph.rows import rows
+from cotrain_compile.viz.graph.rows import rows, write_rows
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -42,7 +42,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.lanes import WorkerLane
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 
 Work = Callable[[], None]
@@ -147,7 +147,7 @@ class Update:
     ready: Tensor
 
     def ours(self) -> None:
-        self.kernel(self.inputs, Meter(UNLIMITED))
+        self.kernel(self.inputs, MemoryMeter(UNLIMITED))
 
     def op_by_op(self) -> None:
         gradient = self.gradient.float()

@@ -47,7 +47,7 @@ from cotrain_compile.runtime.host.captured_kernels import (
 )
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 
 SIZE, QUICK_SIZE = (2048, 4096), (512, 1024)
 
@@ -112,7 +112,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
         for name, kernel in works.items():
-            taken_s = seconds_of(partial(kernel, given, Meter(UNLIMITED)))
+            taken_s = seconds_of(partial(kernel, given, MemoryMeter(UNLIMITED)))
             if repeat:  # the first one warms up
                 seconds[name].append(taken_s)
     median_s = {name: statistics.median(values) for name, values in seconds.items()}

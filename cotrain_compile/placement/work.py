@@ -34,7 +34,7 @@ UNLIMITED: Mapping[str, int] = MappingProxyType(
 )
 
 
-class WorkMeter:
+class Meter:
     """Counts the units that are spent; `guard_hit` says that the clock has ended it before."""
 
     def __init__(self, time_limit_s: float = math.inf) -> None:
@@ -63,7 +63,7 @@ class WorkMeter:
 class Allowance:
     """`units` to spend of a `meter`, from where it stood at `since` on."""
 
-    meter: WorkMeter
+    meter: Meter
     units: float
     since: float = 0.0
 

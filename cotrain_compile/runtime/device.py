@@ -27,7 +27,7 @@ from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
 from cotrain_compile.runtime.lanes import Task, WorkerLane
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
@@ -64,7 +64,7 @@ class Device(ABC, Runtime):
 
     def __init__(
         self,
-        meter: Meter,
+        meter: MemoryMeter,
         kernels: Mapping[str, HostKernel],
         piecewise: Mapping[str, Piecewise],
         host_workers: int,

@@ -32,7 +32,7 @@ from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.network import ThrottledLink, ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime, running_on
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
@@ -54,7 +54,7 @@ class EmulatedDevice(Device):
         network_s: Mapping[str, float] | None = None,
     ) -> None:
         workers = machine.host_update.workers
-        super().__init__(Meter(budgets), kernels, piecewise or {}, workers, host_cores)
+        super().__init__(MemoryMeter(budgets), kernels, piecewise or {}, workers, host_cores)
         # The thread of a link that is imitated sleeps, while others may work.
         self.holds_small = not throttle
         self._poison = _poison if poison else _leave

@@ -73,7 +73,7 @@ class Curve:
         return zip(self._at_s, self._used_bytes, strict=True)
 
 
-class Meter:
+class MemoryMeter:
     """Bytes now and at most, per tier. `track` may be called from any thread."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
@@ -283,7 +283,7 @@ class MeteredGraph:
         ]
         self._results = graph.output_node().args[0]
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> Any:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter) -> Any:
         """What the graph returns. Raises `OutOfDeviceMemory` where a result passes the budget."""
         values = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
         for node, compute, is_new, done_with in self._ops:

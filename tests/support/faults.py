@@ -29,7 +29,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.ops import host_region
 from tests.support.captured_steps import Captured, captured, differences, place
@@ -266,7 +266,7 @@ def before_node(
 
 
 @contextmanager
-def restored_budgets(meter: Meter) -> Iterator[None]:
+def restored_budgets(meter: MemoryMeter) -> Iterator[None]:
     budgets = dict(meter.budgets)
     try:
         yield

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.errors import CotrainError, OutOfDeviceMemory
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 
 
 def in_turn(rank: int) -> dict[str, tuple[str, str]]:
@@ -52,10 +52,10 @@ def in_turn(rank: int) -> dict[str, tuple[str, str]]:
     attempt("after other shapes")
     attempt("a refusal", 4, *([True] if rank else []))
     attempt("after a refusal")
-    with mock.patch.object(Meter, "count", _too_little if rank else Meter.count):
+    with mock.patch.object(MemoryMeter, "count", _too_little if rank else MemoryMeter.count):
         attempt("out of memory")
     attempt("after out of memory")
-    with mock.patch.object(Meter, "count", _too_little_in_backward):
+    with mock.patch.object(MemoryMeter, "count", _too_little_in_backward):
         attempt("both in the backward")
     attempt("after both in the backward")
     of_all = [torch.empty_like(model.module[0].weight) for _ in range(2)]
@@ -64,16 +64,18 @@ def in_turn(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-_count = Meter.count
+_count = MemoryMeter.count
 
 
-def _too_little(self: Meter, storage: Any, tier: Tier, name: str, nbytes: int) -> None:
+def _too_little(self: MemoryMeter, storage: Any, tier: Tier, name: str, nbytes: int) -> None:
     if name.startswith("addmm"):
         raise OutOfDeviceMemory("for once there is too little", tier=tier)
     _count(self, storage, tier, name, nbytes)
 
 
-def _too_little_in_backward(self: Meter, storage: Any, tier: Tier, name: str, nbytes: int) -> None:
+def _too_little_in_backward(
+    self: MemoryMeter, storage: Any, tier: Tier, name: str, nbytes: int
+) -> None:
     if name.startswith("all_reduce_1"):
         raise OutOfDeviceMemory("for once there is too little", tier=tier)
     _count(self, storage, tier, name, nbytes)

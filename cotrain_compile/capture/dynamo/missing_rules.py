@@ -1,4 +1,4 @@
-"""Missing rules: what Dynamo does not trace, or not as eager has it, five small ones.
+"""Missing rules: what Dynamo does not trace, or not as eager has it, seven small ones.
 
 Names of classes: the class of a parameter has a name and a module, as any other class has.
 
@@ -46,6 +46,27 @@ and a sum, of which each is rounded; eager's kernel rounds once.
 Private torch API used: `NullContextVariable.python_type`, `BuiltinVariable.call_bool`,
 `TensorVariable.method_add_`, `.method_addcmul_` and `.method_addcdiv_`. Reason: later torch has
 these rules in the same places. Tried on torch 2.11.0.
+
+In-place operators: after `p -= change` the name `p` is still what it was.
+
+Stock Dynamo gives it a new variable, which stands for no tensor of the user's. What is assigned to
+that one's attributes is lost: `p -= lr * p.grad; p.grad = None` leaves the gradient.
+
+Private torch API used: `BuiltinVariable.call_function`. Reason: there is no public way to change
+how an operator is traced. Tried on torch 2.13.0.
+
+`torch.inference_mode` in a step: traced as the mode of gradients that it sets.
+
+A captured step computes what eager does within it, and its results are ordinary tensors. Eager's
+are inference tensors, which autograd refuses to save: a step that runs in eager runs here.
+
+Dynamo puts the mode itself into its graph. There AOTAutograd fails at the first view of an input,
+and the mode, which is left when the failed trace is freed, takes with it what the dispatcher knows
+of that thread: every later op of the process fails.
+
+Private torch API used: `InferenceModeVariable.create`, `TorchCtxManagerClassVariable`,
+`GradModeVariable`, `VariableBuilder._wrap`. Reason: there is no switch for it. Tried on torch
+2.13.0.
 """
 
 from __future__ import annotations
@@ -53,25 +74,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.ctx_manager import NullContextVariable
+from torch._dynamo.variables.ctx_manager import (
+    GradModeVariable,
+    InferenceModeVariable,
+    NullContextVariable,
+)
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import BaseTorchVariable
+from torch._dynamo.variables.torch import BaseTorchVariable, TorchCtxManagerClassVariable
 from torch.torch_version import TorchVersion
 
 Patch = tuple[Any, str, Any]
@@ -234,3 +261,75 @@ def _as_a_whole(original: Callable[..., Any], factor: str) -> Callable[..., Any]
         return original(self, tx, *args, **kwargs)
 
     return scaled_sum
+
+
+_OPERATORS = frozenset(
+    {
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+        *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+    }
+)
+# An operation may make a leaf a result of the graph, which is then another variable.
+_SAME = ("dtype", "ndim", "requires_grad", "has_grad_fn")
+
+
+def in_place_traced() -> AbstractContextManager[Any]:
+    """Within it, an in-place operator on an input of the step returns the input."""
+    traced = _returning_what_it_writes(BuiltinVariable.call_function)
+    return mock.patch.object(BuiltinVariable, "call_function", traced)
+
+
+def _returning_what_it_writes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
+        result = original(self, tx, args, kwargs)
+        if self.fn in _OPERATORS and isinstance(result, TensorVariable):
+            written = args[0].realize()
+            if isinstance(written, TensorVariable) and written.source and _alike(written, result):
+                return written
+        return result
+
+    return call
+
+
+def _alike(written: TensorVariable, result: TensorVariable) -> bool:
+    return all(getattr(written, name) == getattr(result, name) for name in _SAME)
+
+
+def inference_mode_traced() -> Iterator[Patch]:
+    """What is replaced so that a trace knows the mode of gradients alone."""
+    yield InferenceModeVariable, "create", staticmethod(_mode_of_gradients)
+    called = TorchCtxManagerClassVariable.call_function
+    yield TorchCtxManagerClassVariable, "call_function", _with_named_mode(called)
+    yield VariableBuilder, "_wrap", _made_before(VariableBuilder._wrap)
+
+
+def _mode_of_gradients(tx: Any, mode: Any, **options: Any) -> GradModeVariable:
+    """`inference_mode(mode)`: on, it computes no gradients; off, it does, within `no_grad` too."""
+    return GradModeVariable.create(tx, not mode, **options)
+
+
+def _with_named_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which makes a context manager, for `inference_mode(mode=...)` too."""
+
+    @functools.wraps(original)
+    def call(self: TorchCtxManagerClassVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.inference_mode and kwargs.keys() == {"mode"}:
+            args, kwargs = [kwargs["mode"]], {}
+        return original(self, tx, args, kwargs)
+
+    return call
+
+
+def _made_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which makes a variable of what a step finds, for a mode made outside it."""
+
+    @functools.wraps(original)
+    def wrap(self: VariableBuilder, value: Any) -> VariableTracker:
+        if type(value) is torch.inference_mode:
+            self.install_guards(GuardBuilder.ID_MATCH)
+            return _mode_of_gradients(self.tx, value.mode)
+        variable: VariableTracker = original(self, value)
+        return variable
+
+    return wrap

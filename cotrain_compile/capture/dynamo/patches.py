@@ -47,13 +47,13 @@ from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_expo
 from cotrain_compile.capture.dynamo.checkpoint_effects import checkpoint_effects_traced
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
-from cotrain_compile.capture.dynamo.in_place import in_place_traced
-from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.missing_rules import (
     class_names_traced,
     deques_bounded,
+    in_place_traced,
+    inference_mode_traced,
     methods_by_name,
     repeated_arguments_traced,
     rules_added,

@@ -13,7 +13,7 @@ from cotrain_compile.capture.layers.labels import Labels
 NUMBER = "ac_graph_id"
 
 
-class Checkpoints:
+class LayerCheckpoints:
     """The checkpoints of a graph: each has a number, which its nodes carry."""
 
     def __init__(self, graph: fx.Graph) -> None:

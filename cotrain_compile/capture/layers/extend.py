@@ -25,7 +25,7 @@ from cotrain_compile.capture.layers.blocks import (
     own_numbers,
     runs_of,
 )
-from cotrain_compile.capture.layers.checkpoints import Checkpoints
+from cotrain_compile.capture.layers.checkpoints import LayerCheckpoints
 from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of, subgraph_of
 from cotrain_compile.capture.layers.memory import (
     is_plain,
@@ -97,7 +97,7 @@ class _Extension:
         for node in graph.nodes:
             for storage in storages(node):
                 self.owner.setdefault(storage, node)
-        self.checkpoints = Checkpoints(graph)
+        self.checkpoints = LayerCheckpoints(graph)
         self.made: dict[tuple[int, int, int], fx.Node] = {}  # by layer, sweep and place
         self.memory: dict[tuple[int, int], torch.UntypedStorage] = {}  # by template's, and layer
 

@@ -133,7 +133,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Option(Generic[S]):
+class DecisionOption(Generic[S]):
     """A strategy, and what it does with the cluster that it is chosen for."""
 
     strategy: S
@@ -145,7 +145,7 @@ class Decision(Generic[C, S]):
     """One of the `options` is chosen for a cluster."""
 
     cluster: C
-    options: tuple[Option[S], ...]
+    options: tuple[DecisionOption[S], ...]
 
     @property
     def strategies(self) -> tuple[S, ...]:
@@ -260,7 +260,7 @@ def param_decisions(
 ) -> tuple[Decision[ParamCluster, Strategy], ...]:
     """For each cluster the strategies that fit it, with their effects."""
     return tuple(
-        Decision(cluster, tuple(Option(s, s.effect(cluster)) for s in fitting(cluster)))
+        Decision(cluster, tuple(DecisionOption(s, s.effect(cluster)) for s in fitting(cluster)))
         for cluster in clusters
     )
 
@@ -272,7 +272,11 @@ def activation_decisions(
     return tuple(
         Decision(
             cluster,
-            tuple(Option(s, s.effect(cluster)) for s in ACTIVATION_STRATEGIES if s.fits(cluster)),
+            tuple(
+                DecisionOption(s, s.effect(cluster))
+                for s in ACTIVATION_STRATEGIES
+                if s.fits(cluster)
+            ),
         )
         for cluster in clusters
     )

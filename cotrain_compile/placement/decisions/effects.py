@@ -165,7 +165,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateEffect:
     """The updates of a cluster on the processor of `tier`, possible when `released` is over.
 
     `up_bytes` come to the device for them, `home_bytes` go home after them. They read
@@ -201,7 +201,7 @@ class Effect:
     transients: tuple[Transient, ...] = ()
     device_work: tuple[DeviceWork, ...] = ()
     exchanges: tuple[Exchanged, ...] = ()
-    update: Update | None = None
+    update: UpdateEffect | None = None
     host_bytes: int = 0
     host_holds: tuple[HostHold, ...] = ()
     disk_bytes: int = 0
@@ -218,12 +218,12 @@ class Effect:
         return self.host_bytes + sum(h.nbytes for h in self.host_holds if h.is_in(bucket))
 
     @property
-    def streamed(self) -> Update | None:
+    def streamed(self) -> UpdateEffect | None:
         """The update, where something comes to the device for it and goes home after it."""
         return self.update if self.update is not None and self.update.up_bytes else None
 
     @property
-    def resident_update(self) -> Update | None:
+    def resident_update(self) -> UpdateEffect | None:
         """The update, where it runs on the device on what is there."""
         update = self.update
         if update is None or update.tier is Tier.HOST or update.up_bytes:

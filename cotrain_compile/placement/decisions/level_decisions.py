@@ -21,7 +21,7 @@ from functools import cached_property
 from cotrain_compile.dataflow import Op, Phase, Role
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import Again, RegionLevel
-from cotrain_compile.placement.decisions.decisions import Decision, Option
+from cotrain_compile.placement.decisions.decisions import Decision, DecisionOption
 from cotrain_compile.placement.decisions.effects import DeviceWork, Effect, Hold
 from cotrain_compile.placement.recompute.levels import RegionLevels, gathered
 from cotrain_compile.placement.recompute.rewrite import recomputable
@@ -38,9 +38,9 @@ def level_decisions(
         Decision(
             region,
             (
-                Option(0, Effect()),
+                DecisionOption(0, Effect()),
                 *(
-                    Option(number, finder.effect(level.recomputed))
+                    DecisionOption(number, finder.effect(level.recomputed))
                     for number, level in enumerate(region.levels, 1)
                 ),
             ),

@@ -25,7 +25,7 @@ from cotrain_compile.placement.decisions.effects import (
     Hold,
     HostHold,
     Transient,
-    Update,
+    UpdateEffect,
 )
 from cotrain_compile.placement.policies import SMALL_STATE_BYTES
 from cotrain_compile.plan import Placement, UpdateMode
@@ -259,7 +259,7 @@ class Strategy:
         """Bytes of states that come for the update and go home after it."""
         return c.state_bytes if self.mode is UpdateMode.STREAMED else 0
 
-    def _update(self, c: ParamCluster) -> Update | None:
+    def _update(self, c: ParamCluster) -> UpdateEffect | None:
         if self.mode is None:
             return None
         in_pieces = self.mode is UpdateMode.STREAMED
@@ -268,7 +268,7 @@ class Strategy:
             up, home = up + c.param_bytes * c.param_unused, home + c.param_bytes
         if self.mode is UpdateMode.HOST:
             home = c.param_bytes
-        return Update(
+        return UpdateEffect(
             tier=Tier.HOST if self.on_host else Tier.DEVICE,
             seconds=self._host_s(c) if self.on_host else c.device_s,
             released=c.release,

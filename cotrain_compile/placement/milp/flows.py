@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from cotrain_compile.placement.decisions.effects import Demand, Effect, Flow, Update
+from cotrain_compile.placement.decisions.effects import Demand, Effect, Flow, UpdateEffect
 from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import Model, Total, amount_of, in_mib
 from cotrain_compile.plan import Lane
@@ -147,7 +147,7 @@ def _add_host_pipeline(model: Model, own: Mapping[Flow, Total]) -> None:
 
 def _add_streams(model: Model) -> list[Stream]:
     """One stream for all streamed updates in about the same proportion."""
-    groups: dict[tuple[float, float], list[tuple[Update, Any]]] = {}
+    groups: dict[tuple[float, float], list[tuple[UpdateEffect, Any]]] = {}
     for option in model.options:
         if (update := option.effect.streamed) is not None:
             groups.setdefault(_proportion(update, option.effect), []).append((update, option.z))
@@ -157,7 +157,7 @@ def _add_streams(model: Model) -> list[Stream]:
     ]
 
 
-def _proportion(update: Update, effect: Effect) -> tuple[float, float]:
+def _proportion(update: UpdateEffect, effect: Effect) -> tuple[float, float]:
     """Bytes freed and sent home for each byte that comes.
 
     How long that takes is not part of it: those of small parameters take longer for a byte, each
@@ -168,7 +168,11 @@ def _proportion(update: Update, effect: Effect) -> tuple[float, float]:
 
 
 def _add_stream(
-    model: Model, prefix: str, freed: float, down: float, members: Iterable[tuple[Update, Any]]
+    model: Model,
+    prefix: str,
+    freed: float,
+    down: float,
+    members: Iterable[tuple[UpdateEffect, Any]],
 ) -> Stream:
     up, updated, stored = (Total(f"{prefix}_{name}", model) for name in ("up", "updated", "stored"))
     amounts = [(update, in_mib(update.up_bytes), z) for update, z in members]

@@ -14,7 +14,7 @@ import numpy as np
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import most_room_bytes
-from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, Update
+from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, UpdateEffect
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import MIB, Model, in_mib
@@ -278,7 +278,7 @@ def _add_room_for_any_update(model: Model, budget_mib: float) -> None:
             model.add(resting + summed(terms) <= budget_mib)
 
 
-def _part_mib(update: Update) -> float:
+def _part_mib(update: UpdateEffect) -> float:
     """What the update of the largest of any part of a cluster needs at the least."""
     arriving = update.least_largest * in_mib(update.up_bytes + update.gradient_bytes)
     share = update.least_largest / update.largest if update.largest else 0.0

@@ -106,7 +106,7 @@ def spread(regions: Sequence[RegionLevels], numbers: Sequence[float]) -> frozens
 
 
 @dataclass(frozen=True)
-class Levels:
+class FoundLevels:
     """`uniform`: levels of the whole step, nested, cheapest for their bytes first. `regions`: those
     of each region alone, in program order; a region with nothing worth making again has none."""
 
@@ -116,7 +116,7 @@ class Levels:
 
 def find_levels(
     dataflow: Dataflow, seconds: Mapping[str, float], recomputable: Collection[str]
-) -> Levels:
+) -> FoundLevels:
     """At most `MOST_LEVELS` levels for the step and for each region; `seconds` is by op name."""
     recomputable = frozenset(recomputable) - _read_at_once(dataflow)
     regions = regions_of(dataflow, recomputable)
@@ -127,7 +127,7 @@ def find_levels(
         for region, free in zip(regions, insides, strict=True)
     ]
     steps = _steps(replays)
-    return Levels(
+    return FoundLevels(
         uniform=_most_telling(_of_the_step(replays, steps)),
         regions=tuple(
             RegionLevels(region.name, _most_telling([replay.level(again) for _, again in found]))

@@ -35,10 +35,10 @@ from cotrain_compile.placement.schedule.moves import (
     Cast,
     DeviceUpdate,
     Fetch,
-    HostUpdate,
     Moves,
     Send,
-    Speculation,
+    SpeculativeUpdate,
+    UpdateOnHost,
 )
 from cotrain_compile.placement.schedule.moves_of_pieces import in_pieces
 from cotrain_compile.plan import Placement
@@ -118,7 +118,7 @@ class _Finder:
             tuple(self.instances),
         )
 
-    def _landed(self, update: HostUpdate) -> int:
+    def _landed(self, update: UpdateOnHost) -> int:
         """Parameters whose gradients come first are updated first."""
         return self.program.last_write(update.group.gradient)
 
@@ -244,7 +244,7 @@ class _Finder:
 
     # Updates.
 
-    def _host_update(self, group: UpdateGroup) -> HostUpdate:
+    def _host_update(self, group: UpdateGroup) -> UpdateOnHost:
         returns = self.placement.homes[group.param] is Tier.DEVICE
         sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
         sources = [group.param, *sources] if returns else sources
@@ -264,7 +264,7 @@ class _Finder:
             if name == group.param and next_use is not None:
                 ready = max(ready, next_use)  # there is a wait for the weight before that op
             inputs[name] = self._send(buffer, ready, holds_from).name
-        return HostUpdate(
+        return UpdateOnHost(
             self.update_names[group.param],
             group,
             tuple(inputs.values()),
@@ -283,7 +283,9 @@ class _Finder:
             return earliest
         return max([earliest, *self.backward[: bisect_left(self.backward, limit)][-1:]])
 
-    def _speculation(self, group: UpdateGroup, inputs: Mapping[str, str]) -> Speculation | None:
+    def _speculation(
+        self, group: UpdateGroup, inputs: Mapping[str, str]
+    ) -> SpeculativeUpdate | None:
         """The update of `group` on guesses, where it is worth while; `inputs` are its sends."""
         guesses = self.guesses.get(group.param, ())
         if group.param not in self.placement.speculative or not guesses:
@@ -291,7 +293,7 @@ class _Finder:
         earliest, limit = self._window(group, guesses)
         if (earliest := self._allowed(earliest, limit)) >= self.windows[group.param][0]:
             return None
-        return Speculation(
+        return SpeculativeUpdate(
             books.task_name("speculate", group.param),
             guesses,
             tuple(send for name, send in inputs.items() if name not in guesses),

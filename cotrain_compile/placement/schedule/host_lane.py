@@ -16,7 +16,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.books import Clock, TaskList
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
-from cotrain_compile.placement.schedule.moves import HostUpdate, Moves, Speculation
+from cotrain_compile.placement.schedule.moves import Moves, SpeculativeUpdate, UpdateOnHost
 from cotrain_compile.plan import HostRegion, Lane, Transfer
 
 
@@ -41,7 +41,7 @@ class HostLane:
         found = [update for update in moves.host_updates if update.speculation is not None]
         self._speculative = deque(sorted(found, key=_as_guesses_allow))
         self._guessed: set[str] = set()  # names of what was issued on guesses
-        self._returning: list[HostUpdate] = []  # the first to be done first
+        self._returning: list[UpdateOnHost] = []  # the first to be done first
 
     @property
     def is_done(self) -> bool:
@@ -69,7 +69,7 @@ class HostLane:
         """
         gap = self._clock.gap
         self._speculate(gap)
-        held_back: deque[HostUpdate] = deque()
+        held_back: deque[UpdateOnHost] = deque()
         while self._waiting and self._waiting[0].earliest < gap:
             update = self._waiting.popleft()
             due = self._by_use or update.limit <= gap
@@ -82,7 +82,7 @@ class HostLane:
 
     def _speculate(self, gap: int) -> None:
         """Issue the updates on guesses whose inputs are all on their way, or must be."""
-        held_back: deque[HostUpdate] = deque()
+        held_back: deque[UpdateOnHost] = deque()
         while self._speculative and _as_guesses_allow(self._speculative[0]) < gap:
             update = self._speculative.popleft()
             found = update.speculation
@@ -95,13 +95,13 @@ class HostLane:
                 held_back.append(update)
         self._speculative.extendleft(reversed(held_back))
 
-    def _begins_before_it_is_known(self, update: HostUpdate) -> bool:
+    def _begins_before_it_is_known(self, update: UpdateOnHost) -> bool:
         """Whether the host has time for an update on guesses before it could have the values."""
         clock = self._clock
         known_s = clock.now_s + clock.until(update.earliest + 1)
         return update.earliest >= clock.gap and clock.free_s[Lane.HOST] < known_s
 
-    def _issue_speculation(self, group: UpdateGroup, found: Speculation) -> None:
+    def _issue_speculation(self, group: UpdateGroup, found: SpeculativeUpdate) -> None:
         self._guessed.add(found.name)
         self._offloads.urge(found.inputs)
         after = (*found.inputs, *found.after)
@@ -119,7 +119,7 @@ class HostLane:
         )
         self._clock.host(found.name, found.seconds, self._clock.ready(after))
 
-    def next_return(self, until_s: float) -> HostUpdate | None:
+    def next_return(self, until_s: float) -> UpdateOnHost | None:
         """The update whose weight may go back next, None where none is done by `until_s`."""
         first = self._returning[0] if self._returning else None
         return first if first and self._done_s(first) <= until_s else None
@@ -129,7 +129,7 @@ class HostLane:
         for update in [u for u in self._returning if u.limit <= self._clock.gap]:
             self.return_weight(update)
 
-    def return_weight(self, update: HostUpdate) -> None:
+    def return_weight(self, update: UpdateOnHost) -> None:
         """Move the new parameter over the old one."""
         self._returning.remove(update)
         param = update.group.param
@@ -147,7 +147,7 @@ class HostLane:
         self._tasks.issue(task)
         self._clock.transfer(Lane.H2D, task.name, task.nbytes, self._done_s(update))
 
-    def _issue(self, update: HostUpdate) -> None:
+    def _issue(self, update: UpdateOnHost) -> None:
         group, name = update.group, update.name
         guess = update.speculation
         confirms = guess.name if guess is not None and guess.name in self._guessed else ""
@@ -169,27 +169,27 @@ class HostLane:
         if update.returns:
             insort(self._returning, update, key=self._done_s)
 
-    def _done_s(self, update: HostUpdate) -> float:
+    def _done_s(self, update: UpdateOnHost) -> float:
         return self._clock.end_s[update.name]
 
-    def _limit(self, update: HostUpdate) -> str | None:
+    def _limit(self, update: UpdateOnHost) -> str | None:
         """Waited for at the end of the step, or before the op that reads the result."""
         program = self._moves.program
         slot = update.limit if update.next_use is None else update.next_use
         return program.ops[slot].name if slot < program.end else None
 
 
-def _as_guesses_allow(update: HostUpdate) -> int:
+def _as_guesses_allow(update: UpdateOnHost) -> int:
     """First what may begin first on guesses."""
     assert update.speculation is not None
     return update.speculation.earliest
 
 
-def _as_gradients_land(update: HostUpdate) -> int:
+def _as_gradients_land(update: UpdateOnHost) -> int:
     """Keeps the host busy: first the update whose gradient can be there first."""
     return update.earliest
 
 
-def _as_weights_are_used(update: HostUpdate) -> tuple[int, int]:
+def _as_weights_are_used(update: UpdateOnHost) -> tuple[int, int]:
     """Lets the next step wait least: of those that may start together, first what it uses first."""
     return update.earliest, -1 if update.next_use is None else update.next_use

@@ -71,7 +71,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculativeUpdate:
     """An update on the host on guesses: possible after slot `earliest`, when `inputs` are sent.
 
     `after` are other tasks, `after_previous` is as in `HostRegion`.
@@ -87,7 +87,7 @@ class Speculation:
 
 
 @dataclass(frozen=True)
-class HostUpdate:
+class UpdateOnHost:
     """An update on the host: possible after slot `earliest`, done before slot `limit`.
 
     `inputs` are the sends it waits for, `after` other tasks. With `returns` the new parameter goes
@@ -104,7 +104,7 @@ class HostUpdate:
     returns: bool
     seconds: float
     next_use: int | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculativeUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Moves:
     sends: tuple[Send, ...]
     fetches: tuple[Fetch, ...]
     casts: tuple[Cast, ...]
-    host_updates: tuple[HostUpdate, ...]
+    host_updates: tuple[UpdateOnHost, ...]
     device_updates: tuple[DeviceUpdate, ...]
     instances: tuple[Instance, ...]
 

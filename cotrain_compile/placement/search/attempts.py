@@ -34,7 +34,7 @@ from cotrain_compile.placement.work import (
     PER_OP_OF_MOVES,
     PER_TASK_OF_DRAFT,
     Allowance,
-    WorkMeter,
+    Meter,
 )
 from cotrain_compile.plan import Placement
 from cotrain_compile.support.plan_words import plan_words
@@ -74,7 +74,7 @@ class Attempts:
         work: Allowance | None = None,
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
-        self.work = work or Allowance(WorkMeter(settings.time_limit_s), settings.work_limit)
+        self.work = work or Allowance(Meter(settings.time_limit_s), settings.work_limit)
         self.meter = self.work.meter
         self.step = Variant(problem, given=space, progress=progress, meter=self.meter)
         self.variants = [self.step]

@@ -33,7 +33,7 @@ from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.simulate.outcomes import outcomes
-from cotrain_compile.placement.work import WorkMeter
+from cotrain_compile.placement.work import Meter
 from cotrain_compile.plan import HostRegion, Milestone, Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
@@ -58,7 +58,7 @@ class Found:
 
     problem: Problem
     overlap_steps: bool
-    meter: WorkMeter = field(default_factory=WorkMeter)
+    meter: Meter = field(default_factory=Meter)
     course: list[Milestone] = field(default_factory=list)
     drafts: dict[str, Draft] = field(default_factory=dict)
     beaten: dict[str, list[Draft]] = field(default_factory=dict)

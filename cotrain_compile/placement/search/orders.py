@@ -16,7 +16,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.placement.order.by_layer import OrderIsKept, pack_sizes
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 
 # How to plan a problem in the order of its ops, with so much work, and with plans of that order for
@@ -32,7 +32,7 @@ def best_order(
     A note says where micro-batches were to run by layer and cannot. Raises the `PlacementError` of
     the order that lacks least where none fits.
     """
-    work = Allowance(WorkMeter(settings.time_limit_s), settings.work_limit)
+    work = Allowance(Meter(settings.time_limit_s), settings.work_limit)
     sizes, kept = _sizes(problem, settings)
     found: dict[int, Plan] = {}
     refusals: list[PlacementError] = []

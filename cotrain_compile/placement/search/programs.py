@@ -17,7 +17,7 @@ from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, solve_program
 from cotrain_compile.placement.search.greedy import least_bytes
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance, WorkMeter
+from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance, Meter
 
 # What takes more than this part of the device is not split and rounded: it would not fit.
 LARGE = 1 / 100
@@ -39,7 +39,7 @@ class Programs:
     """
 
     def __init__(
-        self, settings: SolveSettings, begin: Callable[[], Allowance], meter: WorkMeter
+        self, settings: SolveSettings, begin: Callable[[], Allowance], meter: Meter
     ) -> None:
         self.settings, self.begin, self.meter = settings, begin, meter
         self.has_solutions = True

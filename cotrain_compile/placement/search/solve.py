@@ -52,7 +52,7 @@ from cotrain_compile.placement.search.variants import (
     fastest_of,
 )
 from cotrain_compile.placement.search.whole_programs import decide_by_program, solve_programs
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.support.collector import collector_off
 
@@ -106,7 +106,7 @@ class _Search(Attempts):
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
         self.bound: OnThread[float] | None = None
-        self.bound_meter = WorkMeter(self.meter.guard_s)
+        self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
     @cached_property

@@ -34,7 +34,7 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.cuts import Cut, cuts_of
 from cotrain_compile.placement.search.infeasible import Least, least_of
-from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, WorkMeter
+from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
 
 # A program that claims so much more than a plan takes has no plan that is faster.
@@ -65,7 +65,7 @@ class Variant:
     given: DecisionSpace | None = None
     progress: Callable[[str], None] = lambda stage: None
     relaxed: Solution | None = None
-    meter: WorkMeter = field(default_factory=WorkMeter)
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -158,10 +158,10 @@ class Levels:
     One level gathers parameters again for the backward, and so do those above it.
     """
 
-    def __init__(self, problem: Problem, meter: WorkMeter | None = None) -> None:
+    def __init__(self, problem: Problem, meter: Meter | None = None) -> None:
         self._problem, dataflow = problem, problem.dataflow
         self.head = frozenset[str]()
-        self._meter = meter or WorkMeter()
+        self._meter = meter or Meter()
         self._meter.charge(PER_OP_OF_LEAST * len(dataflow.ops))
         self._may = recomputable(dataflow)
         found = find_levels(dataflow, problem.costs.device_s, self._may)

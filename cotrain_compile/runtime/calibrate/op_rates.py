@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.calibrate.link_bench import least_s, wall_s
 from cotrain_compile.runtime.host.captured_kernels import CHUNK_ELEMENTS
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 
 aten = torch.ops.aten
 
@@ -34,7 +34,11 @@ _FRESH_BYTES = 48 << 20
 def elements_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
     """Of float32 and bfloat16 alike, in ops such as those of an update; as `least_s`."""
     free_a_large_result()
-    ops, meter, seconds = MeteredGraph(fx.symbolic_trace(_adamw), Tier.HOST), Meter(_UNLIMITED), 0.0
+    ops, meter, seconds = (
+        MeteredGraph(fx.symbolic_trace(_adamw), Tier.HOST),
+        MemoryMeter(_UNLIMITED),
+        0.0,
+    )
     for dtype in (torch.float32, torch.bfloat16):
         parts = [_part(dtype) for _ in range(_PARTS)]
 

@@ -26,7 +26,7 @@ Stream = Any
 _PORTABLE = 1
 
 
-class Card(Protocol):
+class StreamsOfCard(Protocol):
     """A device with streams. A stream of None is the one that the step computes on."""
 
     device: torch.device

@@ -24,7 +24,7 @@ import torch
 
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
-from cotrain_compile.runtime.cuda.card import Card
+from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.pinned import Event, PinnedPool, Slab
 from cotrain_compile.runtime.lanes import Done, Task, without_frames
 from cotrain_compile.runtime.ops import Launch
@@ -154,7 +154,7 @@ _Waiting = tuple[IssuedCopy, torch.Tensor, torch.Tensor, Slab | None]
 class CopyStreams:
     """The streams of `card` that copies are given to; slabs of `pool` learn of their events."""
 
-    def __init__(self, card: Card, pool: PinnedPool, *, timed: bool) -> None:
+    def __init__(self, card: StreamsOfCard, pool: PinnedPool, *, timed: bool) -> None:
         self._card, self._pool, self._timed = card, pool, timed
         self._streams: dict[str, Any] = {lane: card.stream() for lane in LINK}
         self._issuing: dict[str, threading.Lock] = {lane: threading.Lock() for lane in LINK}

@@ -42,7 +42,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
-from cotrain_compile.runtime.cuda.card import Card
+from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.copy_streams import (
     CopyStreams,
     IssuedCopy,
@@ -54,7 +54,7 @@ from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.ops import Bundle, Launch
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
@@ -76,7 +76,7 @@ class CudaDevice(Device):
 
     def __init__(
         self,
-        card: Card,
+        card: StreamsOfCard,
         pool: PinnedPool,
         host_budget_bytes: int,
         kernels: Mapping[str, HostKernel],
@@ -86,7 +86,7 @@ class CudaDevice(Device):
         host_cores: Cores = ANY_CORE,
         timed: bool = False,
     ) -> None:
-        meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
+        meter = MemoryMeter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
         super().__init__(
             meter, kernels, piecewise or {}, host_workers, host_cores, link_threads=False
         )

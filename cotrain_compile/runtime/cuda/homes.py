@@ -14,12 +14,14 @@ import torch
 from cotrain_compile.capture.dynamo.compute_device import resting_on_host
 from cotrain_compile.capture.state.untouched import is_untouched_zero
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.cuda.card import Card
+from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.pinned import MAPPING_BYTES, PinnedPool
 from cotrain_compile.runtime.device import whole_storage
 
 
-def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: PinnedPool) -> None:
+def bring_home(
+    tensors: Sequence[tuple[torch.Tensor, Tier]], card: StreamsOfCard, pool: PinnedPool
+) -> None:
     """Move each tensor to its tier, those for the host first: that makes room on the device.
 
     Of tensors that share a storage, the first says where. Returns with all copies done. Raises
@@ -58,7 +60,7 @@ def _together(away: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Te
 
 
 def elsewhere(
-    tensors: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedPool
+    tensors: Sequence[torch.Tensor], tier: Tier, card: StreamsOfCard, pool: PinnedPool
 ) -> list[torch.Tensor]:
     """Those that `bring_home` would take to `tier` from the other one."""
     if tier is Tier.DEVICE:
@@ -67,12 +69,12 @@ def elsewhere(
     return [each for each in on_card if not _is_home(each, tier, card, pool)]
 
 
-def rests_on_host(tensor: torch.Tensor, card: Card) -> None:
+def rests_on_host(tensor: torch.Tensor, card: StreamsOfCard) -> None:
     """Let traces see `tensor`, which is on the host, on the device: its uses are there."""
     resting_on_host[tensor] = card.device
 
 
-def _is_home(tensor: torch.Tensor, tier: Tier, card: Card, pool: PinnedPool) -> bool:
+def _is_home(tensor: torch.Tensor, tier: Tier, card: StreamsOfCard, pool: PinnedPool) -> bool:
     if not tensor.untyped_storage().nbytes():
         return tensor.device.type == ("cpu" if tier is Tier.HOST else card.device.type)
     if tier is Tier.HOST:
@@ -80,7 +82,9 @@ def _is_home(tensor: torch.Tensor, tier: Tier, card: Card, pool: PinnedPool) -> 
     return tensor.device == card.device and not pool.holds(tensor)
 
 
-def _move(members: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedPool) -> None:
+def _move(
+    members: Sequence[torch.Tensor], tier: Tier, card: StreamsOfCard, pool: PinnedPool
+) -> None:
     row = whole_storage(members[0].detach())
     if tier is Tier.HOST:
         moved = pool.empty_like(row)

@@ -23,7 +23,7 @@ from cotrain_compile.runtime.disk.rooms import Passing, Room, Rooms
 from cotrain_compile.runtime.disk.state_files import file_of
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.gradient_prologue import cache_rows, in_pieces
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.task_nodes import region_calls
 
 
@@ -49,7 +49,7 @@ class RestingKernel:
         return rooms.ask(files, inputs[self.places[0]].nbytes)
 
     def __call__(
-        self, inputs: Sequence[Any], meter: Meter, course: Course, passing: Passing | None
+        self, inputs: Sequence[Any], meter: MemoryMeter, course: Course, passing: Passing | None
     ) -> None:
         """Update; returns when all is on disk. Raises `DiskError` and what the kernel raises."""
         if passing is None:
@@ -73,7 +73,7 @@ class RestingKernel:
         self,
         kernel: FusedKernel,
         inputs: Sequence[Any],
-        meter: Meter,
+        meter: MemoryMeter,
         course: Course,
         passing: Passing,
     ) -> None:

@@ -19,7 +19,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.gradient_prologue import OPS, graph_of, is_elementwise, is_single
 from cotrain_compile.runtime.host.match_update import COPY, reads_what_is_overwritten
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 
 # Results of this size stay in the cache, and their memory is used again from op to op; with smaller
 # parts the time that it takes to call an op shows. It is a multiple of every vector's length, so
@@ -33,7 +33,7 @@ class CapturedKernel:
 
     ops: MeteredGraph
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE) -> None:
         for _ in course.pieces():
             self.ops(inputs, meter)
 
@@ -49,7 +49,7 @@ class ChunkedKernel:
     body: MeteredGraph
     is_large: tuple[bool, ...]
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE) -> None:
         for _ in course.pieces():
             given = self.begin(inputs, meter)
             flat = [_flat(v, large) for v, large in zip(given, self.is_large, strict=True)]

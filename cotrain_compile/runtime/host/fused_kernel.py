@@ -17,13 +17,15 @@ from cotrain_compile.runtime.host.gradient_prologue import (
     is_one_piece,
 )
 from cotrain_compile.runtime.host.live_settings import with_settings
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 
 
 class HostKernel(Protocol):
     """Updates one parameter and its states in place, from host tensors, along a `course`."""
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
+    def __call__(
+        self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE, /
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class FusedKernel:
     skip: int | None = None
     after: MeteredGraph | None = None
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE) -> None:
         if not self.is_skipped(inputs):
             self._update(inputs, meter, course)
         if self.after is not None:
@@ -57,7 +59,7 @@ class FusedKernel:
         return self.skip is not None and bool(inputs[self.skip])
 
     def begin(
-        self, inputs: Sequence[Any], meter: Meter
+        self, inputs: Sequence[Any], meter: MemoryMeter
     ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor, Sequence[Any], Mapping[str, Any]]:
         """What is updated, by name, where its gradient comes from, with what, and how."""
         source, *small = self.gradient.begin(inputs, meter)
@@ -66,7 +68,7 @@ class FusedKernel:
         settings = with_settings(self.settings, live) if live else self.settings
         return tensors, source, small, settings
 
-    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+    def _update(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course) -> None:
         tensors, source, small, settings = self.begin(inputs, meter)
         if course is WHOLE and is_one_piece(source):
             self.update_piece(tensors, source, small, settings, meter)
@@ -83,7 +85,7 @@ class FusedKernel:
         source: torch.Tensor,
         small: Sequence[Any],
         settings: Mapping[str, Any],
-        meter: Meter,
+        meter: MemoryMeter,
     ) -> None:
         """Update what some of the tensors have of a piece, from the gradient's source there."""
         (gradient,) = self.gradient.finish((source, *small), meter)

@@ -19,7 +19,7 @@ import torch
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.course import WHOLE, Course
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 
 # Of how many steps the share of wrong guesses is, about.
@@ -29,7 +29,9 @@ MEMORY_STEPS = 16
 class Kernel(Protocol):
     """As `HostKernel`."""
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
+    def __call__(
+        self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE, /
+    ) -> None: ...
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Speculation:
     _second: list[torch.Tensor] = field(default_factory=list)
     _is_whole: bool = False
 
-    def guess(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+    def guess(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course) -> None:
         """Save what will be overwritten, and run on guesses; nothing where the gate is shut."""
         if not self.gate.is_open:
             return
@@ -89,7 +91,7 @@ class Speculation:
         self.kernel([self.neutral.get(p, value) for p, value in enumerate(inputs)], meter, course)
         self._is_whole = True
 
-    def confirm(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+    def confirm(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course) -> None:
         """Keep what was done on guesses where these are right, else do it from what was saved."""
         right = all(torch.equal(inputs[p], neutral) for p, neutral in self.neutral.items())
         self.gate.note(right=right)
@@ -114,7 +116,7 @@ class Guess:
 
     speculation: Speculation
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE) -> None:
         self.speculation.guess(inputs, meter, course)
 
 
@@ -124,7 +126,7 @@ class Confirm:
 
     speculation: Speculation
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: MemoryMeter, course: Course = WHOLE) -> None:
         self.speculation.confirm(inputs, meter, course)
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from cotrain_compile.extract.optimizer_loops import NARROW
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.host.fused_loops import Update
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 
 # Largest difference allowed between a fused kernel and the captured ops, relative to the change
 # that the update makes: torch's compiled optimizers take bias corrections in float32, the fused
@@ -35,7 +35,7 @@ SEEDS, ENOUGH_ELEMENTS = 3, 1 << 12
 # States that are sums of squares.
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
-Kernel = Callable[[Sequence[Any], Meter], None]
+Kernel = Callable[[Sequence[Any], MemoryMeter], None]
 
 
 def agree(
@@ -136,7 +136,7 @@ def _agree_on(before: Sequence[Any], captured: Kernel, fused: Kernel, param: int
             warnings.simplefilter("ignore")
             torch.default_generator.manual_seed(0)
             try:
-                kernel(inputs, Meter(dict.fromkeys(Tier, 1 << 62)))
+                kernel(inputs, MemoryMeter(dict.fromkeys(Tier, 1 << 62)))
             except RuntimeError:
                 if kernel is captured:
                     raise

@@ -22,7 +22,7 @@ from cotrain_compile.runtime.bound_ops import ListOp, list_op
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel, laid_out_as
 from cotrain_compile.runtime.host.live_settings import with_settings
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.ops import name_of_bundle
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 
@@ -34,7 +34,7 @@ class BundleKernel:
     parts: Sequence[tuple[Sequence[int], HostKernel | ListKernel]]
 
     def __call__(
-        self, inputs: Sequence[Sequence[Any]], meter: Meter, course: Course = WHOLE
+        self, inputs: Sequence[Sequence[Any]], meter: MemoryMeter, course: Course = WHOLE
     ) -> None:
         for places, kernel in self.parts:
             if isinstance(kernel, ListKernel):
@@ -50,7 +50,7 @@ class ListKernel:
     kernels: Sequence[FusedKernel]
     finish: _Chain
 
-    def __call__(self, inputs: Sequence[Sequence[Any]], meter: Meter) -> None:
+    def __call__(self, inputs: Sequence[Sequence[Any]], meter: MemoryMeter) -> None:
         first = self.kernels[0]
         if first.skip is not None and bool(inputs[0][first.skip]):
             return
@@ -79,7 +79,7 @@ class _Chain:
             self._ops.append((list_op(nodes), given, nodes[0].name))
             place[nodes[0]] = len(place)
 
-    def run(self, begun: Sequence[Sequence[Any]], meter: Meter) -> tuple[Sequence[Any], int]:
+    def run(self, begun: Sequence[Sequence[Any]], meter: MemoryMeter) -> tuple[Sequence[Any], int]:
         """The gradients, and what they are counted with until the meter is told otherwise."""
         made: list[Any] = [list(column) for column in zip(*begun, strict=True)]
         found, held_bytes = made[0], 0

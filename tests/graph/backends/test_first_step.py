@@ -20,10 +20,10 @@ from cotrain_compile.backends.lifecycle.rehearsal import LEAST_STEP
 from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 
 WIDTH, BATCH = 64, 256
-COUNT = Meter.count
+COUNT = MemoryMeter.count
 
 
 class Training:
@@ -67,10 +67,10 @@ class Training:
 def hidden_memory(nbytes: int) -> Iterator[None]:
     """Every linear layer takes `nbytes` that no plan knows of, for as long as its result lives."""
 
-    def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
+    def count(self: MemoryMeter, storage: Any, tier: Tier, where: str, size: int) -> None:
         COUNT(self, storage, tier, where, size + (nbytes if where.startswith("addmm") else 0))
 
-    with mock.patch.object(Meter, "count", count):
+    with mock.patch.object(MemoryMeter, "count", count):
         yield
 
 

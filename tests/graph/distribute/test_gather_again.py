@@ -33,7 +33,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.viz.text.summary import summary
@@ -117,7 +117,7 @@ def test_the_device_works_beside_gathers_and_scatters(problem: Problem, kind: st
     assert sum(map(bool, beside)) >= LAYERS - 2
     assert plan.predicted.makespan_s < at_once(problem).predicted.makespan_s
     bound_s = certified_bound_s(
-        problem, "highs", work=Allowance(WorkMeter(), 30.0), seed=0, cyclic=False
+        problem, "highs", work=Allowance(Meter(), 30.0), seed=0, cyclic=False
     )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
 
@@ -151,7 +151,7 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
     plan = solve(asked, SolveSettings(work_limit=LITTLE_WORK))
     assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
     bound_s = certified_bound_s(
-        asked, "highs", work=Allowance(WorkMeter(), 30.0), seed=0, cyclic=False, recompute=True
+        asked, "highs", work=Allowance(Meter(), 30.0), seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
 
@@ -177,7 +177,7 @@ def test_the_bound_has_the_network_of_what_must_be_gathered_again(problem: Probl
     tight = replace(slow, budgets={Tier.DEVICE: budget, Tier.HOST: 0})
     space = decision_space(tight, at_peaks=True, everything=True, recompute=True)
     program = Program(space, budget / MIB, 0.0, relaxed=True)
-    solution = solve_program(program, "highs", work=Allowance(WorkMeter(), 30.0), gap=1e-3, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 30.0), gap=1e-3, seed=0)
     twice_s = min(network_s[op.name] for op in again.values())
     assert solution.bound_s >= sum(network_s.values()) + twice_s
 

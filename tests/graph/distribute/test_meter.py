@@ -9,11 +9,11 @@ import torch
 
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 
 
 def test_what_a_collective_lets_go_late_is_waited_for(rank_of_two: None) -> None:
-    meter = Meter({Tier.DEVICE: 1000, Tier.HOST: 0})
+    meter = MemoryMeter({Tier.DEVICE: 1000, Tier.HOST: 0})
     held = [torch.empty(800, dtype=torch.uint8)]
     meter.track(held[0], Tier.DEVICE, "all_reduce")
     other = threading.Timer(0.05, held.clear)

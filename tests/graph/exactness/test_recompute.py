@@ -21,7 +21,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.diff import describe_diff
@@ -115,10 +115,8 @@ def test_every_level_is_a_plan_above_the_bound_for_its_budget(number: int) -> No
     tight = with_budget(roomy, least)
     check(tight, schedule(tight, plan.placement))
     bound_s = certified_bound_s(
-        tight, "highs", work=Allowance(WorkMeter(), 20), seed=0, cyclic=False, recompute=True
+        tight, "highs", work=Allowance(Meter(), 20), seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s
-    without_s = certified_bound_s(
-        tight, "highs", work=Allowance(WorkMeter(), 20), seed=0, cyclic=False
-    )
+    without_s = certified_bound_s(tight, "highs", work=Allowance(Meter(), 20), seed=0, cyclic=False)
     assert bound_s <= without_s * (1 + 1e-9)

@@ -17,7 +17,7 @@ from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.entry.tracing import trace
-from cotrain_compile.placement.recompute.levels import Level, Levels, find_levels
+from cotrain_compile.placement.recompute.levels import FoundLevels, Level, find_levels
 from cotrain_compile.placement.recompute.regions import every_layer
 from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed, recomputed_ops
 
@@ -141,7 +141,7 @@ def seconds_of(dataflow: Dataflow) -> Mapping[str, float]:
     return roofline(dataflow, presets.find("h20")).device_s
 
 
-def levels_of(dataflow: Dataflow) -> Levels:
+def levels_of(dataflow: Dataflow) -> FoundLevels:
     return find_levels(dataflow, seconds_of(dataflow), recomputable(dataflow))
 
 

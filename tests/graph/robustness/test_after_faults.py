@@ -28,7 +28,7 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from tests.support.captured_steps import captured, place
 from tests.support.faults import (
     LINK_IS_DOWN,
@@ -242,7 +242,7 @@ def test_steps_that_fail_leak_nothing() -> None:
 
 def test_no_function_of_pythons_runs_when_a_tensor_dies() -> None:
     """A Ctrl-C that comes in one is lost, and what it was to count stays counted."""
-    meter = Meter(dict.fromkeys(MEMORIES, 1 << 20))
+    meter = MemoryMeter(dict.fromkeys(MEMORIES, 1 << 20))
     tensor = torch.ones(8)
     meter.track(tensor, Tier.DEVICE, "here")
     (counted,) = meter._storages.values()

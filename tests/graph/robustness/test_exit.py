@@ -9,9 +9,9 @@ import pytest
 
 BUSY_AT_THE_END = """
 import torch
-from cotrain_compile.runtime.lanes import Lane
+from cotrain_compile.runtime.lanes import WorkerLane
 
-lane, values = Lane("host"), torch.ones(10_000_000)
+lane, values = WorkerLane("host"), torch.ones(10_000_000)
 
 def work():
     for _ in range(100):

@@ -19,7 +19,7 @@ from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Transfer, carried_out
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from tests.support.captured_steps import differences
 from tests.support.faults import (
     LINK_IS_DOWN,
@@ -94,7 +94,7 @@ def test_out_of_memory_anywhere(name: str, tier: Tier) -> None:
         trial, compiled = trial_of(name)
         meter = compiled._device.meter
 
-        def use_up(meter: Meter = meter) -> None:
+        def use_up(meter: MemoryMeter = meter) -> None:
             meter.budgets = {**meter.budgets, tier: 0}
 
         failure = None

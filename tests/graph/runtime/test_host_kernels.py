@@ -24,7 +24,7 @@ from cotrain_compile.runtime.host.fused_kernel import FusedKernel
 from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.trial import rounds_once
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.captured_steps import captured
 from tests.support.steps import cotrain, make_step
@@ -67,7 +67,7 @@ def random_like(value: Any) -> Any:
 def updated(kernel: Any, inputs: list[Any]) -> tuple[list[Any], int]:
     """The inputs after the update, and the most memory that it needed."""
     copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-    meter = Meter(dict.fromkeys(MEMORIES, 1 << 30))
+    meter = MemoryMeter(dict.fromkeys(MEMORIES, 1 << 30))
     with torch.no_grad():
         kernel(copies, meter)
     return copies, meter.peak_bytes[Tier.HOST]

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.runtime.meter import Meter, MeteredGraph
+from cotrain_compile.runtime.meter import MemoryMeter, MeteredGraph
 
 NBYTES = 4 * 1024
 
@@ -18,9 +18,9 @@ def three_in_a_row(x: Tensor) -> Tensor:
     return torch.exp(torch.neg(torch.add(x, 1)))
 
 
-def run(budget_bytes: int) -> tuple[Tensor, Meter]:
+def run(budget_bytes: int) -> tuple[Tensor, MemoryMeter]:
     graph = MeteredGraph(fx.symbolic_trace(three_in_a_row), Tier.HOST)
-    meter = Meter({Tier.HOST: budget_bytes, Tier.DEVICE: 0})
+    meter = MemoryMeter({Tier.HOST: budget_bytes, Tier.DEVICE: 0})
     result: Tensor = graph([torch.ones(1024)], meter)
     return result, meter
 
@@ -47,6 +47,6 @@ def test_a_constant_of_the_graph_is_there_for_every_run() -> None:
             return torch.add(x * self.factor, x)
 
     graph = MeteredGraph(fx.symbolic_trace(Scaled()), Tier.HOST)
-    meter = Meter(dict.fromkeys(MEMORIES, 1 << 20))
+    meter = MemoryMeter(dict.fromkeys(MEMORIES, 1 << 20))
     for _ in range(2):
         assert graph([torch.ones(())], meter).item() == 4.0

@@ -17,7 +17,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.examples import examples
 from tests.support.idioms import (
@@ -81,7 +81,7 @@ def updated(kernel: HostKernel, inputs: Sequence[Any]) -> list[Any]:
     left = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     torch.manual_seed(3)
     with torch.no_grad():
-        kernel(left, Meter(dict.fromkeys(MEMORIES, 1 << 30)))
+        kernel(left, MemoryMeter(dict.fromkeys(MEMORIES, 1 << 30)))
     return left
 
 

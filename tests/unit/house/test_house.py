@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_every_folder_with_modules_is_a_package() -> None:
     """Package discovery skips a folder without `__init__.py`, and the wheel then lacks it."""
     folders = {(ROOT / path).parent for path in sources()}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """What two rooms call alike is two things to a reader; private names stay within their file."""
+    named: dict[str, list[str]] = {}
+    for path in sorted(sources()):
+        module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, []).append(path)
+    assert len(named) > 300
+    assert {name: paths for name, paths in named.items() if len(paths) > 1} == {}
 
 
 def test_entry_points_name_modules_of_the_package(pyproject: dict[str, Any]) -> None:

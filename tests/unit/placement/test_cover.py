@@ -21,7 +21,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import solve
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 from tests.support.examples import examples
 from tests.support.nets import MIB
@@ -61,7 +61,7 @@ def within(nbytes: int, bytes_per_s: float = 1e10) -> Problem:
 
 
 def bound_s(problem: Problem, *, recompute: bool) -> float:
-    work = Allowance(WorkMeter(), 60)
+    work = Allowance(Meter(), 60)
     return certified_bound_s(problem, "highs", work=work, seed=0, cyclic=False, recompute=recompute)
 
 

@@ -16,7 +16,7 @@ from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Lane, Transfer
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain
@@ -115,7 +115,7 @@ def test_a_bucket_of_the_step_takes_the_exchanges_that_it_waits_for() -> None:
     device_s = sum(space.seconds)
     assert space.network.chain_s == pytest.approx(network_s + device_s, rel=1e-6)
     program = Program(space, 1 << 14, 1 << 14, relaxed=True)
-    solution = solve_program(program, "highs", work=Allowance(WorkMeter(), 10.0), gap=1e-3, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 10.0), gap=1e-3, seed=0)
     assert solution.bound_s >= (network_s + device_s) * (1 - 1e-3)
 
 

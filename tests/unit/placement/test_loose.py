@@ -13,7 +13,7 @@ from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.greedy import least_bytes
 from cotrain_compile.placement.search.infeasible import least_of
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from tests.support.examples import examples
 from tests.support.random_problems import problems, with_budget
 
@@ -36,4 +36,4 @@ def solved(problem: Problem, need_mib: float | None = None) -> Solution:
     device_mib, host_mib = (problem.budgets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST))
     space = decision_space(problem)
     program = Program(space, device_mib, host_mib, whole=False, need_mib=need_mib)
-    return solve_program(program, "highs", work=Allowance(WorkMeter(), 10), gap=1e-3, seed=0)
+    return solve_program(program, "highs", work=Allowance(Meter(), 10), gap=1e-3, seed=0)

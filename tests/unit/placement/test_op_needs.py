@@ -20,7 +20,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
 from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.repair import repaired
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 from tests.support.examples import examples
@@ -45,9 +45,7 @@ def test_no_decisions_about_single_ops_are_faster_than_the_bound(
     if data.draw(st.booleans()):
         placement, moves = repaired(problem, placement, moves, lambda: least, least.nbytes)
     tight = with_budget(problem, shortfall_bytes(with_budget(problem, 0), moves))
-    bound_s = certified_bound_s(
-        tight, "highs", work=Allowance(WorkMeter(), 10), seed=0, cyclic=False
-    )
+    bound_s = certified_bound_s(tight, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
     assert bound_s <= draft(tight, placement).step_s * (1 + 1e-6)
 
 
@@ -56,9 +54,7 @@ def test_an_update_may_run_while_the_last_exchange_is_awaited() -> None:
     step = exchanging(chain(2, width=2048, batch=64), most_under_way=1)
     machine = find("rtx4090").but(network=Network(1e9))
     free = formulate(step, machine, dict.fromkeys(MEMORIES, PLENTY))
-    bound_s = certified_bound_s(
-        free, "highs", work=Allowance(WorkMeter(), 10), seed=0, cyclic=False
-    )
+    bound_s = certified_bound_s(free, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
     early = replace(resident(step), early_updates=True)
     found = draft(free, early)
     assert found.moved
@@ -70,9 +66,7 @@ def relaxed_s(problem: Problem, *, by_op: bool) -> float:
     space = decision_space(problem, at_peaks=True, everything=True, by_op=by_op)
     budgets_mib = (problem.budgets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST))
     program = Program(space, *budgets_mib, relaxed=True)
-    return solve_program(
-        program, "highs", work=Allowance(WorkMeter(), 10), gap=1e-4, seed=0
-    ).bound_s
+    return solve_program(program, "highs", work=Allowance(Meter(), 10), gap=1e-4, seed=0).bound_s
 
 
 @pytest.mark.parametrize("name", ["clipped", "tied"])

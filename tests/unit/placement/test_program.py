@@ -32,7 +32,7 @@ from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import draft, schedule
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, UpdateMode
 from tests.support.examples import examples
 from tests.support.nets import MIB as MIB_BYTES
@@ -53,7 +53,7 @@ def program_of(space: DecisionSpace, more_bytes: float = 0.0, **settings: bool) 
 
 
 def solved(program: Program, solver: str = "highs") -> Solution:
-    return solve_program(program, solver, work=Allowance(WorkMeter(), 60), gap=0, seed=0)
+    return solve_program(program, solver, work=Allowance(Meter(), 60), gap=0, seed=0)
 
 
 def optimum_ms(program: Program, solver: str = "highs") -> float:
@@ -265,7 +265,7 @@ def test_gradients_that_come_back_for_their_updates_are_not_all_there_at_the_end
     placement = space.placement("drawn", Decisions(params, activations))
     plan = schedule(with_budget(free, needed_bytes(free, placement)), placement)
     own = with_budget(free, plan.predicted.peak_bytes[Tier.DEVICE])
-    bound_s = certified_bound_s(own, "highs", work=Allowance(WorkMeter(), 60), seed=0, cyclic=False)
+    bound_s = certified_bound_s(own, "highs", work=Allowance(Meter(), 60), seed=0, cyclic=False)
     assert bound_s <= plan.predicted.makespan_s
 
 

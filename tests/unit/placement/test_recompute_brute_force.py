@@ -30,7 +30,7 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, draft, schedule
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import Allowance, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 from tests.support.blocks import in_modules
 from tests.support.examples import examples
@@ -75,7 +75,7 @@ def best_of(problem: Problem, placements: Iterable[Placement]) -> Plan | None:
 
 def bound_s(problem: Problem, *, recompute: bool = True) -> float:
     return certified_bound_s(
-        problem, "highs", work=Allowance(WorkMeter(), 60), seed=0, cyclic=False, recompute=recompute
+        problem, "highs", work=Allowance(Meter(), 60), seed=0, cyclic=False, recompute=recompute
     )
 
 
@@ -229,7 +229,7 @@ def made_again_bytes(problem: Problem) -> int:
     space = decision_space(problem, at_peaks=True, everything=True, recompute=True)
     budgets_mib = [problem.budgets[tier] / BYTES_PER_MIB for tier in (Tier.DEVICE, Tier.HOST)]
     program = Program(space, *budgets_mib, relaxed=True)
-    solution = solve_program(program, "highs", work=Allowance(WorkMeter(), 60), gap=0, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 60), gap=0, seed=0)
     assert solution.decisions is not None
     names = space.placement("bound", solution.decisions).recomputed
     return sum(problem.dataflow.buffer[name].nbytes for name in names)

@@ -21,7 +21,7 @@ from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import UNLIMITED, Allowance, WorkMeter
+from cotrain_compile.placement.work import UNLIMITED, Allowance, Meter
 from cotrain_compile.plan import Plan
 from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
@@ -95,7 +95,7 @@ def rounding(*, relaxed: bool = False) -> Program:
 
 def solved(program: Program, known_s: float = math.inf) -> Solution:
     return solve_program(
-        program, "highs", work=Allowance(WorkMeter(), 10.0), gap=0.0, seed=0, known_s=known_s
+        program, "highs", work=Allowance(Meter(), 10.0), gap=0.0, seed=0, known_s=known_s
     )
 
 

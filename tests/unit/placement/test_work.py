@@ -18,7 +18,7 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import Allowance, SolverWork, WorkMeter
+from cotrain_compile.placement.work import Allowance, Meter, SolverWork
 from tests.support.dataflows import mixed_precision_step
 from tests.support.random_problems import least_bytes, with_budget
 from tests.unit.placement.test_orders import eight
@@ -54,12 +54,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def meters(monkeypatch: pytest.MonkeyPatch) -> list[WorkMeter]:
+def meters(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
     """The meters of searches in which a schedule takes `DRAFT`, and a program all it is given."""
-    made = list[WorkMeter]()
-    begin = WorkMeter.__init__
+    made = list[Meter]()
+    begin = Meter.__init__
 
-    def begun(meter: WorkMeter, *arguments: Any) -> None:
+    def begun(meter: Meter, *arguments: Any) -> None:
         begin(meter, *arguments)
         made.append(meter)
 
@@ -67,7 +67,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> list[WorkMeter]:
         work.meter.charge(work.left)
         return Solution(WORK_LIMIT, None, math.inf, math.inf, 0.0, 0.0)
 
-    monkeypatch.setattr(WorkMeter, "__init__", begun)
+    monkeypatch.setattr(Meter, "__init__", begun)
     monkeypatch.setattr(f"{SEARCH}.attempts.PER_OP_OF_DRAFT", 0.0)
     monkeypatch.setattr(f"{SEARCH}.programs.solve_program", stopped)
     monkeypatch.setattr(f"{SEARCH}.solve.certified_bound_s", lambda *_, **__: 0.0)
@@ -84,7 +84,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> list[WorkMeter]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("limit", [1e-6, 8.0, 40.0])
 def test_a_search_does_what_it_may_and_no_more(
-    meters: list[WorkMeter], name: str, overlap: bool, limit: float
+    meters: list[Meter], name: str, overlap: bool, limit: float
 ) -> None:
     """But for what has begun, and what users write themselves, which every plan is held against.
 
@@ -99,7 +99,7 @@ def test_a_search_does_what_it_may_and_no_more(
 
 
 def test_a_refusal_for_want_of_work_says_so_first_and_quotes_no_need(
-    meters: list[WorkMeter],
+    meters: list[Meter],
 ) -> None:
     """What is needed on the host with nothing made again is not what a longer search needs."""
     problem = PROBLEMS["states"]
@@ -121,7 +121,7 @@ def test_a_refusal_in_time_says_what_is_needed() -> None:
 
 @pytest.mark.parametrize(("share", "is_far"), [(0.5, True), (0.99, False)])
 def test_a_plan_far_above_its_bound_for_want_of_work_names_the_way_on(
-    meters: list[WorkMeter], monkeypatch: pytest.MonkeyPatch, share: float, is_far: bool
+    meters: list[Meter], monkeypatch: pytest.MonkeyPatch, share: float, is_far: bool
 ) -> None:
     problem = PROBLEMS["states"]
     fastest_s = solve(problem, SolveSettings(work_limit=8.0)).predicted.makespan_s
@@ -135,7 +135,7 @@ def test_a_plan_far_above_its_bound_for_want_of_work_names_the_way_on(
 
 
 def test_the_clock_guards_a_search_and_is_named(
-    meters: list[WorkMeter], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    meters: list[Meter], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the computer is so slow that the guard comes first, nothing more begins."""
     problem = PROBLEMS["states"]
@@ -179,7 +179,7 @@ def test_a_plan_is_the_same_however_time_passes(
 
 
 def test_a_part_begins_now_and_has_its_share_of_what_is_left() -> None:
-    meter = WorkMeter()
+    meter = Meter()
     whole = Allowance(meter, 10.0)
     meter.charge(4.0)
     part = whole.part(0.5)
@@ -189,7 +189,7 @@ def test_a_part_begins_now_and_has_its_share_of_what_is_left() -> None:
 
 
 def test_nothing_is_left_when_time_is_up(clock: Clock) -> None:
-    work = Allowance(WorkMeter(5.0), 10.0)
+    work = Allowance(Meter(5.0), 10.0)
     assert work.left == 10.0
     assert not work.meter.guard_hit
     clock.now_s += 6.0
