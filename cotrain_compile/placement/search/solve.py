@@ -151,7 +151,7 @@ class _Search(Attempts):
         self._reuse(incumbents)
         for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
             stage()
-            if self.is_late or not self._may_gain():
+            if not self._may_gain():
                 break
         else:
             solve_programs(self, max(self.claim_s, self._certified_s()))
