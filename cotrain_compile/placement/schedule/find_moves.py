@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Phase, UpdateGroup
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import PlacedStep, place
