@@ -19,16 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cotrain_compile.dataflow import Op
+from cotrain_compile.placement.decisions.activation_strategies import ACTIVATION_STRATEGIES, Stays
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.effects import Effect, Exchanged
-from cotrain_compile.placement.decisions.strategies import (
-    ACTIVATION_STRATEGIES,
-    Placed,
-    Stays,
-    Strategy,
-    fitting,
-)
+from cotrain_compile.placement.decisions.strategies import Placed, Strategy, fitting
 from cotrain_compile.placement.pieces import PIECE_BYTES
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cotrain_compile.placement.decisions.activation_strategies import Stays
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep, bucketed
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.decisions import (
@@ -35,7 +36,7 @@ from cotrain_compile.placement.decisions.level_decisions import (
     least_again,
     level_decisions,
 )
-from cotrain_compile.placement.decisions.strategies import Stays, Strategy
+from cotrain_compile.placement.decisions.strategies import Strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import IntervalSum

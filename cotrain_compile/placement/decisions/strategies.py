@@ -1,10 +1,10 @@
-"""Strategies: what can be done with a cluster, and all that follows from doing it.
+"""Strategies: what can be done with a cluster of parameters, and all that follows from doing it.
 
 A strategy says which clusters it fits, its `Effect` on memory, links and processors, what it writes
 into a `Placement`, and its words. Nothing else in `placement/` tells one strategy from another: the
 greedy, the integer program and the bound read effects, `moves_of` the placement, and `strategy_of`
-finds the strategy again by comparing placements. A new one is a class of this kind in one of the
-two lists at the end.
+finds the strategy again by comparing placements. A new one is of this kind in the list at the end;
+those of activations are in `activation_strategies`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
-from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
+from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.effects import (
     Demand,
     DeviceWork,
     Effect,
-    Exchanged,
     Flow,
     Hold,
     HostHold,
@@ -63,9 +62,6 @@ class Placed:
         away = len(owned.intersection(placement.away) ^ set(self.away))
         guesses = len(self.updates.keys() & set(placement.speculative) ^ set(self.speculative))
         return modes, homes + away + guesses
-
-
-# Parameters.
 
 
 @dataclass(frozen=True)
@@ -305,106 +301,6 @@ def is_large(state: Buffer) -> bool:
     return state.nbytes > SMALL_STATE_BYTES
 
 
-# Activations.
-
-
-@dataclass(frozen=True)
-class Stays:
-    """Activations stay on the device; they are in what the step holds by itself."""
-
-    words: str = "kept"
-
-    def fits(self, cluster: ActivationCluster) -> bool:
-        """Whether it can be chosen for `cluster`."""
-        del cluster
-        return True
-
-    def placed(self, cluster: ActivationCluster) -> Placed:
-        del cluster
-        return Placed()
-
-    def effect(self, cluster: ActivationCluster) -> Effect:
-        del cluster
-        return Effect()
-
-
-@dataclass(frozen=True)
-class Away(Stays):
-    """Activations are sent when they are made, gone after their last use, back for the next."""
-
-    words: str = "away"
-
-    def fits(self, cluster: ActivationCluster) -> bool:
-        return cluster.movable and not cluster.sent
-
-    def placed(self, cluster: ActivationCluster) -> Placed:
-        return Placed(away=cluster.buffers)
-
-    def effect(self, cluster: ActivationCluster) -> Effect:
-        c = cluster
-        source = c.again.source if c.again is not None else None
-        out = Demand(Flow.OFFLOAD, c.nbytes, c.leaves, None, source, made=c.made)
-        back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
-        gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
-        on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
-        return Effect(holds=(gone,), host_holds=(on_host,))
-
-
-@dataclass(frozen=True)
-class Refetched(Stays):
-    """Activations that were away before are gone once more, and come from the same copy.
-
-    A bound takes them to be there.
-    """
-
-    words: str = "fetched again"
-
-    def fits(self, cluster: ActivationCluster) -> bool:
-        return cluster.movable and cluster.sent
-
-    def placed(self, cluster: ActivationCluster) -> Placed:
-        return Placed(refetched=cluster.buffers)
-
-    def effect(self, cluster: ActivationCluster) -> Effect:
-        c = cluster
-        back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
-        on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
-        gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, None, back)
-        return Effect(holds=(gone,), host_holds=(on_host,))
-
-
-@dataclass(frozen=True)
-class MadeAgain(Stays):
-    """Activations are made again right before the backward needs them, or what is made of them.
-
-    The latter is `ahead` buckets before, or up to twice as many.
-    """
-
-    words: str = "recomputed"
-    ahead: int = 0
-
-    def fits(self, cluster: ActivationCluster) -> bool:
-        again = cluster.again
-        return again is not None and (not self.ahead or again.first <= again.by - self.ahead)
-
-    def placed(self, cluster: ActivationCluster) -> Placed:
-        return Placed(recomputed=cluster.buffers)
-
-    def effect(self, cluster: ActivationCluster) -> Effect:
-        again = cluster.again
-        assert again is not None
-        by = again.by - self.ahead
-        missing = Hold(-cluster.nbytes, again.first, min(again.last, by))
-        # What runs before the op at which a bucket begins is in the bucket before.
-        earliest = 0 if again.network_s else max(0, again.by - max(1, 2 * self.ahead))
-        gathered = (Exchanged(again.network_s, 0, again.by),) if again.network_s else ()
-        return Effect(
-            holds=(missing,),
-            device_work=(DeviceWork(again.seconds, by, earliest),),
-            exchanges=gathered,
-        )
-
-
 # All there are; the first that fits is where the greedy begins.
 PARAM_STRATEGIES: tuple[Strategy, ...] = (
     *(Strategy(None, fetches) for fetches in range(3)),
@@ -423,12 +319,6 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
         for fetches in (1, 2)
     ),
     *(Strategy(None, fetches, weight_on_disk=True) for fetches in (1, 2)),
-)
-ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
-    Stays(),
-    Away(),
-    Refetched(),
-    *(MadeAgain(ahead=ahead) for ahead in (0, 1, 2, 4, 8, 16, 32)),
 )
 
 

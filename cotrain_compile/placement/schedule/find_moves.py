@@ -7,20 +7,18 @@ which it must be done, and the stays of every buffer on the device at the least.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Phase, UpdateGroup
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
     Instance,
-    gaps_away,
     gradients_at_home,
-    longest_gap,
     written_before,
 )
 from cotrain_compile.placement.schedule import books
@@ -41,6 +39,7 @@ from cotrain_compile.placement.schedule.moves import (
     UpdateOnHost,
 )
 from cotrain_compile.placement.schedule.moves_of_pieces import in_pieces
+from cotrain_compile.placement.schedule.stays import stays, stays_of_refetched
 from cotrain_compile.plan import Placement
 
 
@@ -144,10 +143,10 @@ class _Finder:
         # The gap to be away in is before the update: after it the weight is on its way home.
         limit = self.windows[param][1] if group is not None else self.program.end
         old = [slot for slot in touched if slot < limit]
-        stays = self._stays(buffer, old)
-        if stays and len(old) < len(touched):
-            stays[-1] = (stays[-1][0], touched[-1])
-        for number, (first, last) in enumerate(stays):
+        found = self._stays(buffer, old)
+        if found and len(old) < len(touched):
+            found[-1] = (found[-1][0], touched[-1])
+        for number, (first, last) in enumerate(found):
             name = books.task_name("refetch" if number else "fetch", buffer.name)
             # Where there is a cast, that follows the update of the step before.
             previous = () if after else self._carried_update(param)
@@ -207,18 +206,15 @@ class _Finder:
         self.instances.append(Instance(buffer, first, self.program.end + 1))
 
     def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
-        stays = self._stays(buffer, touched)
-        if buffer.name in self.refetched and len(stays) > 1:
-            gaps = gaps_away(self.program, buffer.name, again=True)
-            stays = [
-                (a, b) for (_, a), (b, _) in pairwise([(0, touched[0]), *gaps, (touched[-1], 0)])
-            ]
-        for number, (first, last) in enumerate(stays):
+        found = self._stays(buffer, touched)
+        if buffer.name in self.refetched and len(found) > 1:
+            found = stays_of_refetched(self.program, buffer.name, touched)
+        for number, (first, last) in enumerate(found):
             if buffer.name in self.read_by_moved and buffer.name not in self.away:
                 last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
             self.instances.append(Instance(buffer, first, last + 1))
             if number:
-                before = stays[0][1]
+                before = found[0][1]
                 # Its copy may be on its way while it is still read.
                 written = written_before(self.program, buffer.name, before)
                 send = self._send(buffer, written, before + 1)
@@ -226,14 +222,8 @@ class _Finder:
                 self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 
     def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
-        """First and last slot of each stay of `buffer` on the device."""
-        if not touched:
-            return []
-        if buffer.name in self.away and buffer.name not in self.read_by_moved:
-            gap = longest_gap(self.program, touched)
-            if gap is not None:
-                return [(touched[0], gap[0]), (gap[1], touched[-1])]
-        return [(touched[0], touched[-1])]
+        leaves = buffer.name in self.away and buffer.name not in self.read_by_moved
+        return stays(self.program, touched, away=leaves)
 
     def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
         if buffer.name not in self.offloads:
@@ -246,7 +236,8 @@ class _Finder:
 
     def _host_update(self, group: UpdateGroup) -> UpdateOnHost:
         returns = self.placement.homes[group.param] is Tier.DEVICE
-        sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
+        # Of its scalars those that the device computes: fixed ones are on the host already.
+        sources = [group.gradient, *(n for n in group.scalars if n not in self.dataflow.fixed)]
         sources = [group.param, *sources] if returns else sources
         next_use = self._next_use(group)
         earliest, limit = self.windows[group.param]
@@ -409,8 +400,3 @@ class _Finder:
 def _fetch(buffer: Buffer, need: int, *after: str) -> Fetch:
     name = books.task_name("fetch", buffer.name)
     return Fetch(name, buffer.name, buffer.nbytes, need, after)
-
-
-def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:
-    """Those of `scalars` that the device computes; fixed ones are on the host already."""
-    return [name for name in scalars if name not in dataflow.fixed]

@@ -51,8 +51,8 @@ REPAIRS = 3
 TRUST = 1.03
 # A relaxation that claims so much more than a plan takes leads to no faster one.
 AS_FAST = 1.005
-# What a solution is followed by takes about so many times what the dearest schedule has taken: its
-# own schedules, those of the fastest plan in other ways, and its timeline.
+# So many times what the dearest schedule has taken is kept for the end: for the fastest plan in
+# other ways, and its timeline. All else may take whatever is left.
 FOLLOWING = 3
 
 Progress = Callable[[str], None]

@@ -43,7 +43,7 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
 def climb_further(attempts: Attempts, levels: Levels) -> None:
     """Levels and cuts beside the best ones, and the step as it is."""
     _climb_uniform(attempts, levels, levels.guess())
-    if attempts.covers and not attempts.is_late:
+    if not attempts.is_late and (attempts.covers or _hardly_fit(attempts, levels)):
         _cut_replays(attempts, levels, most=2)
     if not (attempts.is_late or attempts.is_hopeless(attempts.step)):
         attempts.try_greedy(attempts.step, TACTICS[:1])
@@ -130,8 +130,7 @@ def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:
     """The last level with the replays of layers in parts, in at most so many cuts.
 
     One value of each layer stays, of those made one behind the other the smallest; then those near
-    the best of these, as long as that is faster. Then another besides. What is best is decided on
-    by the greedy, too.
+    the best of these, as long as that is faster. Then another besides.
     """
     if not levels.count:
         return
@@ -139,8 +138,6 @@ def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:
     best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
     while len(chosen) < most and (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
         chosen, best_s = found
-    if chosen:
-        attempts.try_greedy(attempts.known(levels.with_cuts(chosen)), TACTICS[:1])
 
 
 def _next_cut(

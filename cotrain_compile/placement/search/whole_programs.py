@@ -25,7 +25,7 @@ def solve_programs(attempts: Attempts, least_s: float) -> None:
     if settings.recompute and not settings.overlap_steps:
         gap = max(gap, FAR - 1.0)  # other values made again would gain more
     hopeful: list[Variant] = []  # where a plan is near the least no level has a better one
-    if attempts.is_slower_than((1.0 + gap) * least_s):
+    if attempts.is_slower_than((1.0 + gap) * least_s) and not attempts.is_late:
         hopeful = [
             variant
             for variant in promising(attempts.variants, found.fastest_s, gap)

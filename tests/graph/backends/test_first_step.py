@@ -189,7 +189,7 @@ def full_card_in(
     """The allocator has nothing left at linear layer `at` of a step, of the first plan alone."""
     layers = 0
 
-    def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
+    def count(self: MemoryMeter, storage: Any, tier: Tier, where: str, size: int) -> None:
         nonlocal layers
         COUNT(self, storage, tier, where, size)
         if where.startswith("addmm") and compiled[-1].steps == of_step - 1 and layers < at:
@@ -198,7 +198,7 @@ def full_card_in(
                 layers = at if once else 0
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with mock.patch.object(Meter, "count", count):
+    with mock.patch.object(MemoryMeter, "count", count):
         yield
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.activation_strategies import Away
 from cotrain_compile.placement.decisions.decisions import C, Decision, Decisions, DecisionSpace, S
 from cotrain_compile.placement.decisions.effects import Effect
 from cotrain_compile.placement.decisions.find_decisions import decision_space
-from cotrain_compile.placement.decisions.strategies import Away
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.greedy import greedy, least_memory

@@ -9,15 +9,14 @@ import pytest
 
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.rules import check_placement
+from cotrain_compile.placement.decisions.activation_strategies import (
+    ACTIVATION_STRATEGIES,
+    MadeAgain,
+)
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, Again
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.decisions.find_decisions import decision_space
-from cotrain_compile.placement.decisions.strategies import (
-    ACTIVATION_STRATEGIES,
-    PARAM_STRATEGIES,
-    MadeAgain,
-    Strategy,
-)
+from cotrain_compile.placement.decisions.strategies import PARAM_STRATEGIES, Strategy
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import low_precision_copies
