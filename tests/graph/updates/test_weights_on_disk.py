@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from cotrain_compile.entry.compiled import inspect, synchronize
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
@@ -29,16 +29,13 @@ IN_MEMORY: dict[str, Any] = {
 class Training:
     """A few layers, AdamW on all or on the first, and a step that clips."""
 
-    def __init__(
-        self, *, autocast: bool = False, frozen: bool = False, ranks: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *, autocast: bool = False, frozen: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.autocast = autocast
         layers = [nn.Linear(a, b) for a, b in pairwise(FROZEN_WIDTHS if frozen else WIDTHS)]
         self.model = nn.Sequential(*layers)
         for layer in layers[1:]:
             layer.requires_grad_(not frozen)
-        self.net = DistributedDataParallel(self.model) if ranks else self.model
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         torch._dynamo.reset()
@@ -46,16 +43,16 @@ class Training:
 
     def _step(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.net(x).float().pow(2).mean()
+            loss = self.model(x).float().pow(2).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss  # type: ignore[no-any-return]
 
-    def train(self, steps: range, rank: int = 0) -> None:
+    def train(self, steps: range) -> None:
         for step in steps:
-            batch = torch.Generator().manual_seed(step + 100 * rank)
+            batch = torch.Generator().manual_seed(step)
             self.step(torch.randn(4, WIDTHS[0], generator=batch))
         synchronize()
 
@@ -118,11 +115,11 @@ def test_checkpoints_of_both_kinds_have_what_rests_on_disk(tmp_path: Path) -> No
     first.train(range(2))
     files = first.files
     torch.save(first.states, tmp_path / "whole.pt")
-    dcp.save(first.states, checkpoint_id=folder, no_dist=True)
+    save(first.states, checkpoint_id=folder, no_dist=True)
     first.train(range(2, 4))
     expected = [tensor.clone() for tensor in first.tensors]
     held = first.states
-    dcp.load(held, checkpoint_id=folder, no_dist=True)
+    load(held, checkpoint_id=folder, no_dist=True)
     first.optimizer.load_state_dict(held["optimizer"])
     first.train(range(2, 4))
     assert first.files == files
