@@ -51,6 +51,7 @@ from cotrain_compile.runtime.cuda.copy_streams import (
 )
 from cotrain_compile.runtime.cuda.pinned import Event, PinnedPool
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.disk.drive import Drive
 from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
@@ -278,6 +279,10 @@ class CudaDevice(Device):
         on_host = destination if lane is LaneName.D2H else source
         if on_host.untyped_storage()._cdata in self._host_homes:
             self._at_homes.append(copy)
+
+    def use(self, drive: Drive) -> None:
+        super().use(drive)
+        drive.reading.pinning = self._card.pin, self._card.unpin
 
     def _start_read(
         self, row: torch.Tensor, file: StateFile, dtype: torch.dtype, launch: Launch

@@ -21,7 +21,7 @@ LOG = logging.getLogger("cotrain_compile")
 class Drive:
     """What `placement` has on disk rests in `folder`; `kernels` by task.
 
-    `rooms` are those of updates.
+    `rooms` are those of updates, `reading` those of casts and fetches.
     """
 
     def __init__(
@@ -33,20 +33,20 @@ class Drive:
     ) -> None:
         self.folder, self.kernels = Path(folder), kernels
         self.rooms = Rooms(update_room_bytes(dataflow, placement))
-        self._reading = Rooms(read_room_bytes(dataflow, placement))
+        self.reading = Rooms(read_room_bytes(dataflow, placement))
         self._has_told = False
 
     @property
     def room_bytes(self) -> int:
         """Bytes of all rooms."""
-        return self.rooms.nbytes + self._reading.nbytes
+        return self.rooms.nbytes + self.reading.nbytes
 
     def pieces(self, file: StateFile, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
         """All of `file` as elements, piece by piece, each with where it belongs, in turn.
 
         A piece is there until the next one is asked for. Raises `DiskError`.
         """
-        passing = self._reading.ask([file], file.nbytes)
+        passing = self.reading.ask([file], file.nbytes)
         try:
             yield from passing.pieces(dtype)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ import torch
 from cotrain_compile.on_disk import PIECE_BYTES, ROOMS, whole_blocks
 from cotrain_compile.runtime.disk.state_files import StateFile
 
+# What pins memory, and what undoes that before it is unmapped.
+Pinning = tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]
+
 # A piece of each of two states is read while another is written, and one more waits of each.
 THREADS = 8
 
@@ -29,9 +33,13 @@ THREADS = 8
 class Room:
     """Memory for a piece of every state of a parameter, one behind the other."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pinning: Pinning | None) -> None:
         memory = mmap.mmap(-1, nbytes)
         self._bytes, self._view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+        if pinning is not None:
+            pin, unpin = pinning
+            pin(self._bytes)
+            weakref.finalize(self, unpin, self._bytes)
 
     def blocks(self, number: int, size: int) -> memoryview:
         """Whole blocks for state `number`, of which each has `size` bytes here."""
@@ -100,10 +108,14 @@ class Passing:
 
 
 class Rooms:
-    """The rooms of a compiled step, of `nbytes` together; made when a piece is first asked for."""
+    """The rooms of a compiled step, of `nbytes` together; made when a piece is first asked for.
+
+    With `pinning` they are pinned.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.pinning: Pinning | None = None
         self._left = ROOMS  # to be made
         self._free: list[Room] = []
         self._waiting: deque[Passing] = deque()
@@ -150,7 +162,7 @@ class Rooms:
         while self._waiting and (self._free or self._left):
             if not self._free:
                 self._left -= 1
-                self._free.append(Room(self.nbytes // ROOMS))
+                self._free.append(Room(self.nbytes // ROOMS, self.pinning))
             passing, room = self._waiting[0], self._free.pop()
             number, passing.asked = passing.asked, passing.asked + 1
             reads = self._start(StateFile.read, passing, number, room)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.entry.compiled import inspect, synchronize
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
@@ -30,16 +29,13 @@ IN_MEMORY: dict[str, Any] = {
 class Training:
     """A few layers, AdamW on all or on the first, and a step that clips."""
 
-    def __init__(
-        self, *, autocast: bool = False, frozen: bool = False, ranks: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *, autocast: bool = False, frozen: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.autocast = autocast
         layers = [nn.Linear(a, b) for a, b in pairwise(FROZEN_WIDTHS if frozen else WIDTHS)]
         self.model = nn.Sequential(*layers)
         for layer in layers[1:]:
             layer.requires_grad_(not frozen)
-        self.net = DistributedDataParallel(self.model) if ranks else self.model
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         torch._dynamo.reset()
@@ -47,16 +43,16 @@ class Training:
 
     def _step(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.net(x).float().pow(2).mean()
+            loss = self.model(x).float().pow(2).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss  # type: ignore[no-any-return]
 
-    def train(self, steps: range, rank: int = 0) -> None:
+    def train(self, steps: range) -> None:
         for step in steps:
-            batch = torch.Generator().manual_seed(step + 100 * rank)
+            batch = torch.Generator().manual_seed(step)
             self.step(torch.randn(4, WIDTHS[0], generator=batch))
         synchronize()
 

@@ -1,0 +1,45 @@
+"""What rests on disk comes to a card of threads, and is cast, by way of pinned rooms."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Role
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Placement
+from cotrain_compile.runtime.cuda.device import CudaDevice
+from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.disk.drive import Drive
+from cotrain_compile.runtime.disk.state_files import rest_on_disk
+from cotrain_compile.runtime.ops import Launch
+from tests.support.thread_card import ThreadCard
+
+PLENTY = 1 << 40
+# More pieces than there are rooms, the last one short.
+ELEMENTS = 7_500_001
+
+
+def test_a_weight_on_disk_comes_by_pinned_rooms_and_is_cast_from_there(tmp_path: Path) -> None:
+    weight = torch.randn(ELEMENTS)
+    expected = weight.clone()
+    rest_on_disk([weight], tmp_path)
+    dataflow = Dataflow("w", (), (Buffer("w", weight.nbytes, Role.PARAM, is_input=True),), ())
+    card = ThreadCard()
+    device = CudaDevice(card, PinnedPool(card.pin, card.unpin, lambda: PLENTY), PLENTY, {})
+    device.use(Drive(str(tmp_path), dataflow, Placement("by hand", {"w": Tier.DISK}, {}), {}))
+    for _ in range(2):
+        device.start_step()
+        cast = device.host_cast(weight, torch.bfloat16, Launch("cast"))
+        fetched = device.prefetch(weight, Launch("fetch", after=["cast"]))
+        device.wait(["fetch"])
+        assert torch.equal(fetched, expected)
+        assert torch.equal(cast, expected.bfloat16())
+        device.finish_step()
+    assert not card.faults
+    before = len(card.pinned)
+    device.drive = None
+    gc.collect()
+    assert len(card.pinned) < before
