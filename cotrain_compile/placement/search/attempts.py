@@ -54,6 +54,8 @@ AS_FAST = 1.005
 # So many times what the dearest schedule has taken is kept for the end: for the fastest plan in
 # other ways, and its timeline. All else may take whatever is left.
 FOLLOWING = 3
+# A schedule is cheap that takes no larger a part of the work for a plan.
+CHEAP = 0.01
 
 Progress = Callable[[str], None]
 
@@ -105,6 +107,11 @@ class Attempts:
         late = self.left <= self.draft_units
         self.was_late |= late
         return late
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a schedule takes so little of all the work that more may be tried at once."""
+        return self.draft_units <= CHEAP * self.work.units
 
     def _begin_program(self) -> Allowance:
         """Say that a program is being solved; returns the work for it: all that is left."""

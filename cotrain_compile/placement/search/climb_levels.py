@@ -36,6 +36,8 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
     first = levels.guess()
     if first is not None and not attempts.is_late:
         _with_head(attempts, levels, first)
+    if attempts.is_cheap:
+        _climb_uniform(attempts, levels, first)
     if attempts.covers and not attempts.is_late and _hardly_fit(attempts, levels):
         _cut_replays(attempts, levels, most=1)
 
