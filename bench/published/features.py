@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.machine import Machine
-from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
+from cotrain_compile.machine.op_classes import ATTENTION, FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.presets.factors import constants_of
 
 # Where gradients may have gradients, as in a step of one graph, autograd writes the backward of
@@ -31,9 +31,9 @@ _SILU_SURPLUS = 7.5
 UPDATE = "update"
 
 # What the kernels of each kind in a row of ours run.
-_KERNELS: Mapping[str, frozenset[str]] = {
+KERNELS: Mapping[str, frozenset[str]] = {
     "product": frozenset({OpKind.PRODUCT, OpKind.BATCHED_PRODUCT}),
-    "attention": frozenset({OpKind.ATTENTION, OpKind.ATTENTION_BACKWARD}),
+    "attention": ATTENTION,
     "convolution": frozenset({OpKind.CONVOLUTION, OpKind.CHANNELS_LAST}),
     "memory": frozenset({ONE_BY_ONE, FUSED, RELAYOUT, UPDATE}),
 }
@@ -88,7 +88,7 @@ class Feature:
             Feature(
                 {**self.row, "id": f"{self.row['id']}, {kind}", "step_ms": ms},
                 self.machine,
-                {name: s for name, s in self.seconds.items() if name in _KERNELS[kind]},
+                {name: s for name, s in self.seconds.items() if name in KERNELS[kind]},
             )
             for kind, ms in self.row.get("kernels_ms", {}).items()
         ]
@@ -121,14 +121,15 @@ def feature_of(row: Row) -> Feature | None:
         return None
     machine = machine_of(row)
     steps = [_seconds(step, machine, bool(row["compiled"])) for step in traced.steps(machine)]
-    seconds = _of_all_layers(traced, steps)
+    seconds = of_all_layers(traced, steps)
     scale = row["batch"] / traced.batch
     grown = {name: s * (1.0 if name == UPDATE else scale) for name, s in seconds.items()}
     grown[UPDATE] = grown.get(UPDATE, 0.0) * traced.update_share
     return Feature(row, machine.name, grown)
 
 
-def _of_all_layers(traced: Traced, steps: list[Mapping[str, float]]) -> dict[str, float]:
+def of_all_layers(traced: Traced, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by class of all layers, from those of a step with few and one with one more."""
     if len(steps) == 1:
         return dict(steps[0])
     few, more = steps

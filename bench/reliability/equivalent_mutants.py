@@ -19,7 +19,7 @@ EQUIVALENT: dict[str, str] = {
         "never read: every group of torch's Adam and AdamW has decoupled_weight_decay"
     ),
     f"{_HOST}/gradient_prologue.py module: 1 -> 2": _SIZE_OF_PIECES,
-    f"{_HOST}/gradient_prologue.py cache_rows: PIECE_ELEMENTS * source.shape[0] -> "
-    "PIECE_ELEMENTS + source.shape[0]": _SIZE_OF_PIECES,
+    f"{_HOST}/gradient_prologue.py cache_rows: piece_elements() * source.shape[0] -> "
+    "piece_elements() + source.shape[0]": _SIZE_OF_PIECES,
     f"{_CHECK}/copies.py peak: 2 -> 3": "one more tick behind the end, at which nothing is there",
 }

@@ -107,6 +107,7 @@ SECTIONS = (
     Section("Many small updates on the host", "small_updates", compiler_tables.small_updates),
     Section("Small steps against torch.compile", "small_step", compiler_tables.small_step),
     Section("Steps on a card", "gpu_steps", own_table("gpu.steps_table")),
+    Section("Kernels of steps on a card", "gpu_kernels", own_table("gpu.kernels")),
     Section("On a card", "gpu_suite", tables.gpu_suite),
     Section("For a card, without one", "fake_cuda_matrix", compiler_tables.fake_cuda_matrix),
     Section("A 7B step without a card", "large_step", compiler_tables.large_step),

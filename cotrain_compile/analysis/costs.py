@@ -8,28 +8,20 @@ rate, which is that of float32: it computes in that whatever it reads, so a narr
 long. Captured ops go one after the other: each element that an op reads or writes takes its time,
 whether it has two bytes or four. Ops on whole tensors go through memory as well, and large results
 are made in fresh memory, which waits for the system's pages.
-
-Fusion: which ops a compiled step runs as one kernel, and the bytes that each then moves.
-
-In: a `Dataflow`. Out: for each op that is limited by memory, its share of what its kernel reads and
-writes. A rule close to that of torch's Inductor: element by element, and norms, sums and what is
-made of them, where no other kernel runs between two of them.
-
-The level of an op is the most other kernels on a path to it. A kernel is what is connected, maker
-to reader, on one level: so no path from one of its ops to another leaves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from cotrain_compile.dataflow import Buffer, Collective, Dataflow, Op, UpdateGroup
+from cotrain_compile.analysis.fusion import Part, kernel_parts
+from cotrain_compile.dataflow import Collective, Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Network, Tier, TierSpec
-from cotrain_compile.machine.op_classes import FUSED, FUSIBLE, ONE_BY_ONE, RELAYOUT, OpKind
+from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.support.units import format_bytes
 
@@ -193,18 +185,28 @@ def _typical_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: scale * seconds for name, seconds in medians.items()}
 
 
+# Of machines that were measured before masks were.
+_PLAIN = {
+    OpKind.MASKED_ATTENTION: OpKind.ATTENTION,
+    OpKind.MASKED_ATTENTION_BACKWARD: OpKind.ATTENTION_BACKWARD,
+}
+# What a kernel of compiled code takes before all of the memory's rate is used, and after: most
+# kernels of a network of images move no more than ten times as much.
+_START_S = 2e-6
+
+
 def _op_s(op: Op, tier: TierSpec, part: Part | None = None) -> float:
     """Seconds of an op by itself, or as a part of a kernel."""
     if op.flops == 0 and op.bytes_moved == 0:
         return 0.0
     if part is not None:
         fused_s = tier.factors.get(FUSED, 1.0) * part.nbytes / tier.bytes_per_s
-        return max(fused_s, tier.launch_s * part.begins)
+        return max(fused_s + _START_S * part.begins, tier.launch_s * part.begins)
     bytes_s = op.bytes_moved / tier.bytes_per_s
     roofline_s = max(op.flops / tier.flops_per_s_of(op.dtype), bytes_s)
     kind = op.kind or _unsaid(op)
     own = kind if op.flops else ONE_BY_ONE
-    seconds = tier.factors.get(own, 1.0) * roofline_s
+    seconds = tier.factors.get(own, tier.factors.get(_PLAIN.get(kind, own), 1.0)) * roofline_s
     if kind is OpKind.CONVOLUTION and op.dtype != "float32":
         seconds += tier.factors.get(RELAYOUT, 0.0) * bytes_s
     return max(seconds, tier.launch_s)
@@ -309,91 +311,3 @@ def _fresh_bytes(dataflow: Dataflow, group: UpdateGroup, ops: list[Op]) -> int:
     """Bytes of the results that the system has to find memory for, each time anew."""
     made = {name for op in ops for name in op.writes} - _owned(group)
     return sum(size for name in made if (size := dataflow.buffer[name].nbytes) >= KEPT_BYTES)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What an op has of its kernel: `nbytes` of what that moves, and whether it `begins` it."""
-
-    nbytes: float
-    begins: bool
-
-
-def kernels(ops: Iterable[Op]) -> dict[str, str]:
-    """The first op of the kernel that each fusible op is in, by name."""
-    level: dict[str, int] = {}
-    maker: dict[str, str] = {}
-    level_of: dict[str, int] = {}
-    first: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while first[name] != name:
-            first[name] = name = first[first[name]]
-        return name
-
-    for op in ops:
-        if not op.writes:
-            continue
-        at = max((level.get(name, 0) for name in op.reads), default=0)
-        fuses = op.kind in FUSIBLE
-        if fuses:
-            first[op.name], level_of[op.name] = op.name, at
-            for name in op.reads:
-                made = maker.get(name)
-                if made in first and level_of[made] == at:
-                    first[root(op.name)] = root(made)
-        for name in op.writes:
-            level[name] = at if fuses else at + 1
-            maker[name] = op.name
-    return {name: root(name) for name in first}
-
-
-def kernel_parts(dataflow: Dataflow) -> dict[str, Part]:
-    """What each fusible op moves in its kernel: what comes from elsewhere, and what leaves.
-
-    What several ops of a kernel read is read by the first of them. A sum, whose result is smaller
-    than what it reads, goes over that once more.
-    """
-    kernel = kernels(dataflow.ops)
-    inside = _used_inside(dataflow, kernel)
-    seen: set[tuple[str, str]] = set()
-    made_in: dict[str, str] = {}
-    found: dict[str, Part] = {}
-    for op in dataflow.ops:
-        own = kernel.get(op.name, "")
-        if own:
-            read = [
-                name
-                for name in op.reads
-                if (op.kind is OpKind.REDUCTION or made_in.get(name) != own)
-                and (own, name) not in seen
-            ]
-            seen.update((own, name) for name in op.reads)
-            written = [name for name in op.writes if name not in inside]
-            everything = _nbytes(dataflow.buffer, (*op.reads, *op.writes))
-            moved = _nbytes(dataflow.buffer, (*read, *written))
-            share = moved / everything if everything else 0.0
-            found[op.name] = Part(op.bytes_moved * share, begins=own == op.name)
-        made_in.update(dict.fromkeys(op.writes, own))
-    return found
-
-
-def _used_inside(dataflow: Dataflow, kernel: Mapping[str, str]) -> set[str]:
-    """Buffers that one kernel makes and nothing else reads."""
-    makers: dict[str, set[str]] = {}
-    for op in dataflow.ops:
-        for name in (*op.reads, *op.writes):
-            makers.setdefault(name, set()).add(kernel.get(op.name, op.name) if op.writes else "")
-    known = {*kernel.values(), ""}
-    return {
-        name
-        for name, users in makers.items()
-        if len(users - {""}) == 1
-        and users <= known
-        and not dataflow.buffer[name].is_input
-        and not dataflow.buffer[name].is_output
-    }
-
-
-def _nbytes(buffer: Mapping[str, Buffer], names: Iterable[str]) -> int:
-    return sum(buffer[name].nbytes for name in names)

@@ -48,6 +48,17 @@ def _looked_up(args: Bound, out: Any) -> Any:
     return _index_bytes(args) + 2 * nbytes_of(out)
 
 
+def _picked(args: Bound, out: Any) -> Any:
+    """Of each row the element of its class; the results are smaller still."""
+    del out
+    return nbytes_of(args["target"]) * 2
+
+
+def _picked_gradient(args: Bound, out: Any) -> Any:
+    """All of the result is written; what the forward picked from is asked for its shape alone."""
+    return nbytes_of(args["target"]) + nbytes_of(out)
+
+
 def _table_gradient(args: Bound, out: Any) -> Any:
     """Zeros for the whole table; each row of the gradient read, and added to one of it."""
     return _index_bytes(args) + 3 * nbytes_of(args["grad_output"]) + nbytes_of(out)
@@ -119,6 +130,7 @@ _EMPTY = (
     "empty_permuted",
 )
 _LOOK_UPS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take")
+_LOSSES = ("nll_loss", "nll_loss2d")
 _SCATTERS = ("scatter", "index_put", "_unsafe_index_put", "index_copy", "index_fill")
 _ADDS = ("scatter_add", "scatter_reduce", "index_add", "index_reduce")
 _NORMS = (
@@ -131,6 +143,8 @@ BYTES_OF: Mapping[str, BytesOf] = {
     **{f"aten::{name}": _nothing for name in _EMPTY},
     **{f"aten::{name}": _looked_up for name in _LOOK_UPS},
     "aten::embedding_dense_backward": _table_gradient,
+    **{f"aten::{name}_forward": _picked for name in _LOSSES},
+    **{f"aten::{name}_backward": _picked_gradient for name in _LOSSES},
     **{f"aten::{name}": _scattered(2) for name in _SCATTERS},
     **{f"aten::{name}": _scattered(3) for name in _ADDS},
     **{f"aten::{name}_": _scattered(2, in_place=True) for name in _SCATTERS},

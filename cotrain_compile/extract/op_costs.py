@@ -184,11 +184,15 @@ _POINTWISE = frozenset(
         *("_to_copy", "copy_", "copy", "native_dropout", "native_dropout_backward", "fill_"),
         *("constant_pad_nd", "full", "zeros", "ones", "full_like", "zeros_like", "ones_like"),
         *("bernoulli", "rand_like", "zero_", "slice_backward", "select_backward", "arange"),
-        *("fill", "cat", "stack"),
+        *("fill", "cat", "stack", "nll_loss_backward", "nll_loss2d_backward"),
     )
 )
+# As a compiler has it: a row's element is read where the sum is made.
+_SUMS = frozenset({"aten::nll_loss_forward", "aten::nll_loss2d_forward"})
+# How attention calls what it adds to its scores.
+_MASKS = ("attn_bias", "attn_mask", "bias")
 _NORM_WORDS = ("norm", "softmax")
-_TABLE_WORDS = ("embedding", "index", "gather", "scatter", "take", "sort", "topk", "nll_loss")
+_TABLE_WORDS = ("embedding", "index", "gather", "scatter", "take", "sort", "topk")
 
 
 def kind_of_op(node: fx.Node, flops: Any) -> OpKind:
@@ -205,11 +209,16 @@ def kind_of_op(node: fx.Node, flops: Any) -> OpKind:
         return OpKind.TABLE
     if any(word in plain for word in _NORM_WORDS):
         return OpKind.NORM
-    return OpKind.REDUCTION if torch.Tag.reduction in tags else OpKind.OTHER
+    is_sum = torch.Tag.reduction in tags or name in _SUMS
+    return OpKind.REDUCTION if is_sum else OpKind.OTHER
 
 
 def _computing(node: fx.Node, plain: str) -> OpKind:
     if "attention" in plain or "flash_attn" in plain:
+        arguments = arguments_of(node)
+        if any(arguments.get(name) is not None for name in _MASKS):
+            masked = OpKind.MASKED_ATTENTION, OpKind.MASKED_ATTENTION_BACKWARD
+            return masked["backward" in plain]
         return OpKind.ATTENTION_BACKWARD if "backward" in plain else OpKind.ATTENTION
     if "conv" in plain:
         return _convolution(node)

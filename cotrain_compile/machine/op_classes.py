@@ -13,9 +13,10 @@ class OpKind(StrEnum):
     """What an op is.
 
     A NORM has a result as large as what it reads, which depends on sums of that: layer norms and
-    soft maxima. A REDUCTION has a smaller one. A TABLE reads or writes rows by an index. A
-    convolution is CHANNELS_LAST where its tensors lie so, and DEPTHWISE where each channel, or few
-    of them, has a filter of its own. OTHER is limited by memory and a kernel by itself.
+    soft maxima. A REDUCTION has a smaller one. A TABLE reads or writes rows by an index. Attention
+    is MASKED where it reads a mask, be that causal. A convolution is CHANNELS_LAST where its
+    tensors lie so, and DEPTHWISE where each channel, or few of them, has a filter of its own. OTHER
+    is limited by memory and a kernel by itself.
     """
 
     UNSAID = ""
@@ -23,6 +24,8 @@ class OpKind(StrEnum):
     BATCHED_PRODUCT = "batched_product"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention_backward"
+    MASKED_ATTENTION = "masked_attention"
+    MASKED_ATTENTION_BACKWARD = "masked_attention_backward"
     CONVOLUTION = "convolution"
     CHANNELS_LAST = "channels_last"
     DEPTHWISE = "depthwise"
@@ -33,6 +36,12 @@ class OpKind(StrEnum):
     OTHER = "other"
 
 
+ATTENTION = frozenset(
+    {
+        *(OpKind.ATTENTION, OpKind.ATTENTION_BACKWARD),
+        *(OpKind.MASKED_ATTENTION, OpKind.MASKED_ATTENTION_BACKWARD),
+    }
+)
 # What a compiler makes one kernel of, with its neighbours.
 FUSIBLE = frozenset({OpKind.POINTWISE, OpKind.NORM, OpKind.REDUCTION})
 

@@ -18,6 +18,7 @@ from cotrain_compile.presets.cards import BLACKWELL, GEFORCE, HOPPER, Card, like
 CONSTANTS: Mapping[str, float] = {
     "products": 1.07,
     "attention": 1.1,
+    "attention, with a mask": 1.2,
     "convolutions": 1.08,
     "depthwise": 1.11,
     "relayout": 1.33,
@@ -42,6 +43,8 @@ _BY_KIND: Mapping[str, str] = {
     OpKind.BATCHED_PRODUCT: "products",
     OpKind.ATTENTION: "attention",
     OpKind.ATTENTION_BACKWARD: "attention",
+    OpKind.MASKED_ATTENTION: "attention",
+    OpKind.MASKED_ATTENTION_BACKWARD: "attention",
     OpKind.CONVOLUTION: "convolutions",
     OpKind.CHANNELS_LAST: "convolutions",
     OpKind.DEPTHWISE: "depthwise",
@@ -52,14 +55,18 @@ _BY_KIND: Mapping[str, str] = {
 _COMPUTING = frozenset(kind for kind in _BY_KIND if kind not in (RELAYOUT, ONE_BY_ONE, FUSED))
 
 
-def constants_of(kind: str, card: Card) -> tuple[str, ...]:
-    """The constants that multiply the roofline of ops of a kind on a card.
+def constants_of(kind: str, card: Card | None) -> tuple[str, ...]:
+    """The constants that multiply the roofline of ops of a kind on a card, None of no family.
 
     The two of a family of cards' rates are 1: `cards` has the rates that they were fitted to.
     """
     if kind not in _BY_KIND:
         return ()
     named = [_BY_KIND[kind]]
+    if kind in (OpKind.MASKED_ATTENTION, OpKind.MASKED_ATTENTION_BACKWARD):
+        named.append("attention, with a mask")
+    if card is None:
+        return tuple(named)
     if kind in _COMPUTING:
         named += ["rates, Hopper"] * (card.name in HOPPER)
         named += ["rates, GeForce"] * (card.name in GEFORCE)
@@ -70,8 +77,8 @@ def constants_of(kind: str, card: Card) -> tuple[str, ...]:
     return tuple(named)
 
 
-def factors_of(card: Card) -> dict[str, float]:
-    """The factor of each kind on `card`."""
+def factors_of(card: Card | None) -> dict[str, float]:
+    """The factor of each kind on `card`, None for one that nobody knows."""
     found = {
         kind: math.prod(CONSTANTS.get(name, 1.0) for name in constants_of(kind, card))
         for kind in FACTORS
@@ -82,7 +89,4 @@ def factors_of(card: Card) -> dict[str, float]:
 
 def factors_like(name: str, memory_bytes: int) -> dict[str, float]:
     """The factor of each kind on the card that a driver calls `name`; of no family if unknown."""
-    card = like_card(name, memory_bytes)
-    if card is not None:
-        return factors_of(card)
-    return {str(kind): CONSTANTS[constant] for kind, constant in _BY_KIND.items()}
+    return factors_of(like_card(name, memory_bytes))

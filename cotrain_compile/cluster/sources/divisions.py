@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from cotrain_compile.cluster.model.profiles import BySamples, Division
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
-from cotrain_compile.machine.op_classes import OpKind
+from cotrain_compile.machine.op_classes import ATTENTION, OpKind
 
 # By how many ranks layers and experts may be divided where nobody knows their heads and experts.
 MOST = 8
@@ -30,7 +30,7 @@ MOST = 8
 _SMALL = 1 / 64
 
 _PRODUCTS = frozenset({OpKind.PRODUCT, OpKind.BATCHED_PRODUCT})
-_ALWAYS = _PRODUCTS | {OpKind.ATTENTION, OpKind.ATTENTION_BACKWARD}
+_ALWAYS = _PRODUCTS | ATTENTION
 _EXPERT = re.compile(r"(?:^|\.)experts(?:\.(\d+))?(?:\.|$)")
 
 

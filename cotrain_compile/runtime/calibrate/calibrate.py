@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,6 +69,8 @@ _ISSUE_PARTS = 4
 _MOST_ISSUE_S, _MOST_SLOWDOWN = 1e-3, 4.0
 # The parameter, its gradient and two moments in float32.
 _BYTES_HELD_PER_PARAMETER = 16
+# What another number of threads has to be worth to be told.
+_FASTER = 1.2
 # Of the rate of half as many parameters; less shows that a cache had helped.
 _STAYS = 0.9
 
@@ -112,8 +115,11 @@ def calibrate(
     tell("matmul, memory and launches on the host", 0.5)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates", 0.7)
-    parameters = _beyond_caches(environment, sizes)
-    by_threads = _host_update_rates(environment, sizes, parameters)
+    # As in a step, on a thread beside the one that computes: with threads of both, OpenMP has those
+    # that wait sleep, where it else spins for milliseconds on cores that others want.
+    with ThreadPoolExecutor(1) as lane:
+        parameters = lane.submit(_beyond_caches, environment, sizes).result()
+        by_threads = lane.submit(_host_update_rates, environment, sizes, parameters).result()
     slowdown, slowdown_remark = _believed(
         "times as long takes a host update beside a copy",
         _slowdown_while_copying(bench, sizes, parameters),
@@ -122,7 +128,7 @@ def calibrate(
     )
     tell("host updates op by op, and tasks", 0.85)
     update = HostUpdate(
-        max(by_threads.values()),
+        by_threads[torch.get_num_threads()],
         slowdown_while_copying=slowdown,
         elements_per_s=elements_per_s(sizes.repeats, until_s=sizes.until_s),
         fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
@@ -211,13 +217,13 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
 
 
 def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) -> dict[int, float]:
-    """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads and at all cores."""
+    """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads, all cores, torch's own."""
     cores, before = environment.usable_cores, torch.get_num_threads()
     update = adamw_update(parameters)
     update_bytes = parameters * presets.ADAMW_BYTES_PER_PARAMETER
     rates = {}
     try:
-        for threads in (*(2**k for k in range((cores - 1).bit_length())), cores):
+        for threads in sorted({*(2**k for k in range((cores - 1).bit_length())), cores, before}):
             torch.set_num_threads(threads)
             rates[threads] = update_bytes / sizes.least_s(partial(wall_s, update))
     finally:
@@ -326,4 +332,8 @@ def _believed(what: str, measured: float, most: float, assumed: float) -> tuple[
 
 def _threads_remark(bytes_per_s: Mapping[int, float]) -> str:
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s on {n}" for n, rate in bytes_per_s.items())
-    return f"host updates by thread count: {rates}"
+    fastest, own = max(bytes_per_s, key=bytes_per_s.__getitem__), torch.get_num_threads()
+    way_on = ""
+    if bytes_per_s[fastest] > _FASTER * bytes_per_s[own]:
+        way_on = f"; torch has {own}: set OMP_NUM_THREADS={fastest} before the start"
+    return f"host updates by thread count: {rates}{way_on}"

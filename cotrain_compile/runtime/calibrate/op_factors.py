@@ -88,12 +88,15 @@ def factors_of(bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes)
     assumed = factors_like(bench.name, tier.capacity_bytes)
     trial = Trial(bench, tier, device, sizes)
     convolution, relayout = _convolutions(trial)
-    forward, backward = _attention(trial)
+    forward, backward = _attention(trial, has_mask=False)
+    masked, masked_backward = _attention(trial, has_mask=True)
     found: dict[str, float] = {
         OpKind.PRODUCT: _products(trial),
         OpKind.BATCHED_PRODUCT: _batched_products(trial),
         OpKind.ATTENTION: forward,
         OpKind.ATTENTION_BACKWARD: backward,
+        OpKind.MASKED_ATTENTION: masked,
+        OpKind.MASKED_ATTENTION_BACKWARD: masked_backward,
         OpKind.CONVOLUTION: convolution,
         OpKind.CHANNELS_LAST: convolution,
         OpKind.DEPTHWISE: _depthwise(trial),
@@ -174,24 +177,31 @@ def _batched_products(trial: Trial) -> float:
     return taken_s / sum(trial.roofline_s(flops, scores.nbytes + 2 * q.nbytes) for _ in range(2))
 
 
-def _attention(trial: Trial) -> tuple[float, float]:
-    """Forward and backward of causal attention: two lengths, heads of 64 and of 128."""
+def _attention(trial: Trial, *, has_mask: bool) -> tuple[float, float]:
+    """Forward and backward of attention: two lengths, heads of 64 and of 128.
+
+    It is causal, or reads a mask that says so, and computes all of the square.
+    """
     forward_s = backward_s = forward_allowed_s = backward_allowed_s = 0.0
     for length in (trial.side, 2 * trial.side):
         for heads, width in ((16, 64), (8, 128)):
             shape = (32 * trial.side // length, heads, length, width)
             q, k, v = (trial.random(*shape).requires_grad_() for _ in range(3))
             gradient = trial.random(*shape)
-            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            mask = trial.random(length, length).tril() if has_mask else None
+            attend = partial(
+                F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=mask is None
+            )
             out = attend()
             back = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
             forward_s += trial.seconds(attend)
             backward_s += trial.seconds(back)
-            # Two products over the half of the square that a causal mask leaves.
-            flops = 2 * 2 * q.numel() * (length + 1) / 2
-            forward_allowed_s += trial.roofline_s(flops, 4 * q.nbytes)
+            # Two products over the half of the square that is left, or over all of it.
+            flops = 2 * 2 * q.numel() * (length if has_mask else (length + 1) / 2)
+            mask_bytes = mask.nbytes if mask is not None else 0
+            forward_allowed_s += trial.roofline_s(flops, 4 * q.nbytes + mask_bytes)
             # The backward has five products where the forward has two.
-            backward_allowed_s += trial.roofline_s(2.5 * flops, 8 * q.nbytes)
+            backward_allowed_s += trial.roofline_s(2.5 * flops, 8 * q.nbytes + mask_bytes)
     return forward_s / forward_allowed_s, backward_s / backward_allowed_s
 
 

@@ -19,10 +19,13 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.host.match_update import ancestors
 from cotrain_compile.runtime.meter import MeteredGraph
 
-# A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
-# costs several times the update: bench/runtime/host_update.py.
-# Twice as many in float32 are 2 MiB, which glibc gives back to the system after every piece.
+# A piece stays in the caches of the cores that share it until the fused loop reads it. The memory
+# for a whole gradient at once costs several times the update: bench/runtime/host_update.py.
+# For each thread: all of them meet at the end of each op, and on a busy computer a meeting takes as
+# long as the last of them waits for its core. What is cast to float32 stays below the 32 MiB from
+# which on glibc gives memory back to the system after every piece.
 PIECE_ELEMENTS = 1 << 18
+_MOST_THREADS = 16
 
 # What computes something in a graph; a constant is fetched by an op of its own.
 OPS = ("call_function", "get_attr")
@@ -64,14 +67,19 @@ def gradient_part(region: fx.GraphModule, gradient: fx.Node) -> GradientPart:
     )
 
 
+def piece_elements() -> int:
+    """How many elements stay in the caches of as many cores as the calling thread computes on."""
+    return PIECE_ELEMENTS * min(torch.get_num_threads(), _MOST_THREADS)
+
+
 def is_one_piece(source: Tensor) -> bool:
-    """Whether it stays in the cache as a whole."""
-    return source.numel() <= PIECE_ELEMENTS
+    """Whether it stays in the caches as a whole."""
+    return source.numel() <= piece_elements()
 
 
 def cache_rows(source: Tensor) -> int:
-    """How many rows of `source` stay in the cache until the fused loop reads them."""
-    return max(1, PIECE_ELEMENTS * source.shape[0] // source.numel()) if source.numel() else 1
+    """How many rows of `source` stay in the caches until the fused loop reads them."""
+    return max(1, piece_elements() * source.shape[0] // source.numel()) if source.numel() else 1
 
 
 def in_pieces(

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of, op_name
+from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of, kind_of_op, op_name
+from cotrain_compile.machine.op_classes import OpKind
 from tests.support.blur import blur
 
 aten = torch.ops.aten
@@ -198,6 +199,34 @@ def test_the_gradient_of_a_table_is_zeros_and_added_rows() -> None:
 
     node = node_of(gradient, empty(10, 32), rows()[1])
     assert cost_of(node).bytes_moved == TABLE + INDICES + 3 * ROWS
+
+
+def test_a_loss_picks_an_element_of_each_row_and_its_gradient_writes_all() -> None:
+    logits, classes = empty(10, 1000), empty(10, dtype=torch.int64)
+    forward = node_of(lambda x, y: aten.nll_loss_forward(x, y, None, 1, -100), logits, classes)
+    assert (cost_of(forward).bytes_moved, kind_of_op(forward, 0)) == (2 * 10 * 8, OpKind.REDUCTION)
+
+    def gradient(grad: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Any:
+        return aten.nll_loss_backward(grad, x, y, None, 1, -100, weight)
+
+    backward = node_of(gradient, empty(), logits, classes, empty())
+    assert cost_of(backward).bytes_moved == 10 * 8 + logits.nbytes
+    assert kind_of_op(backward, 0) is OpKind.POINTWISE
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_that_reads_a_mask_is_of_another_kind(has_mask: bool) -> None:
+    q = empty(2, 4, 128, 64)
+    mask = empty(2, 4, 128, 128) if has_mask else None
+    name = "_scaled_dot_product_efficient_attention"
+
+    def attend(q: Tensor, *mask: Tensor) -> Any:
+        bias = mask[0] if mask else None
+        return aten._scaled_dot_product_efficient_attention(q, q, q, bias, True)
+
+    node = node_of(attend, q, *([] if mask is None else [mask]), name=name)
+    expected = OpKind.MASKED_ATTENTION if has_mask else OpKind.ATTENTION
+    assert kind_of_op(node, cost_of(node).flops) is expected
 
 
 def test_what_is_scattered_into_is_copied() -> None:

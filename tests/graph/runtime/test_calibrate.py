@@ -154,7 +154,8 @@ def test_every_figure_of_the_measured_machine_is_positive(calibration: Calibrati
     for link in (machine.h2d, machine.d2h):
         assert min(link.bytes_per_s, link.latency_s) > 0
     assert machine.host_update.slowdown_while_copying >= 1
-    assert max(calibration.host_update_bytes_per_s.values()) == machine.host_update.bytes_per_s
+    own = calibration.host_update_bytes_per_s[torch.get_num_threads()]
+    assert own == machine.host_update.bytes_per_s
     assert torch.__version__ in machine.source
 
 
@@ -166,8 +167,22 @@ def test_a_calibrated_machine_survives_its_file(calibration: Calibration, tmp_pa
 def test_host_updates_are_measured_from_one_thread_to_all_cores(calibration: Calibration) -> None:
     threads = list(calibration.host_update_bytes_per_s)
     assert threads[0] == 1
-    assert threads[-1] == read_environment().usable_cores
+    assert {read_environment().usable_cores, torch.get_num_threads()} <= {*threads}
     assert all(a < b for a, b in pairwise(threads))
+
+
+def test_updates_have_the_rate_of_the_threads_that_run_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under torchrun, which sets OMP_NUM_THREADS=1; a faster number is told."""
+    rates = {1: 22e9, 4: 80e9, 16: 122e9}
+    monkeypatch.setattr(calibrate_module, "_host_update_rates", lambda *_: rates)
+    for own, way_on in ((1, "OMP_NUM_THREADS=16"), (16, "")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
+        found = calibrate(sizes=replace(SMALL, until_s=0.0))
+        assert found.machine.host_update.bytes_per_s == rates[own]
+        (remark,) = (r for r in found.remarks if "by thread count" in r)
+        assert remark.endswith(way_on + " before the start" if way_on else "GB/s on 16")
 
 
 def test_calibration_reports_progress_and_leaves_the_thread_count_alone() -> None:

@@ -81,11 +81,26 @@ def test_an_update_in_pieces_is_the_update(training: str, monkeypatch: pytest.Mo
         whole, whole_bytes = updated(kernel, inputs)
         monkeypatch.setattr(gradient_part, "PIECE_ELEMENTS", 40)
         pieces, piece_bytes = updated(kernel, inputs)
+        most = gradient_part.piece_elements()
         monkeypatch.undo()
         torch.testing.assert_close(pieces, exact, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-9)
-        needs_less = kernel.gradient.ops and inputs[kernel.positions["param"]].numel() > 40
+        needs_less = kernel.gradient.ops and inputs[kernel.positions["param"]].numel() > most
         assert piece_bytes < whole_bytes if needs_less else piece_bytes == whole_bytes
+
+
+@pytest.mark.parametrize(("threads", "pieces"), [(1, 48), (2, 24), (16, 3), (64, 3)])
+def test_more_threads_share_a_larger_piece(
+    threads: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for one another after each op of a piece, so there are to be few of them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    source = torch.empty(48 * 1024, 256, device="meta")
+    rows = gradient_part.cache_rows(source)
+    assert source.shape[0] == pieces * rows
+    assert gradient_part.is_one_piece(source[:rows])
+    assert not gradient_part.is_one_piece(source[: rows + 1])
+    assert 4 * source[:rows].numel() < 32 << 20  # glibc would give it back each time
 
 
 def test_a_state_is_known_by_its_key_whatever_it_is_called() -> None:

@@ -27,6 +27,8 @@ KNOWN: dict[str, float] = {
     OpKind.BATCHED_PRODUCT: 1.5,
     OpKind.ATTENTION: 2.5,
     OpKind.ATTENTION_BACKWARD: 3.0,
+    OpKind.MASKED_ATTENTION: 3.25,
+    OpKind.MASKED_ATTENTION_BACKWARD: 3.5,
     OpKind.CONVOLUTION: 1.75,
     OpKind.CHANNELS_LAST: 1.75,
     OpKind.DEPTHWISE: 4.0,

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.analysis.costs import kernel_parts, kernels, roofline
+from cotrain_compile.analysis import costs
+from cotrain_compile.analysis.costs import roofline
+from cotrain_compile.analysis.fusion import kernel_parts, kernels
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec, two_tier
 from cotrain_compile.machine.op_classes import OpKind
 
 NBYTES = 1000
+POINTWISE, REDUCTION, TEMP = OpKind.POINTWISE, OpKind.REDUCTION, Role.TEMPORARY
 SHAPE = {
     # name: kind, reads
     "mm": (OpKind.PRODUCT, ("x", "w")),
@@ -51,7 +54,7 @@ def machine(**factors: float) -> Machine:
 
 
 def test_a_kernel_ends_where_another_has_to_run_before_it_goes_on() -> None:
-    assert kernels(step().ops) == {"gelu": "gelu", "add": "gelu", "norm": "gelu", "late": "late"}
+    assert kernels(step()) == {"gelu": "gelu", "add": "gelu", "norm": "gelu", "late": "late"}
 
 
 def test_a_kernel_reads_what_others_made_once_and_writes_what_they_need() -> None:
@@ -63,6 +66,57 @@ def test_a_kernel_reads_what_others_made_once_and_writes_what_they_need() -> Non
 def test_a_sum_goes_over_what_its_kernel_made_once_more() -> None:
     moved = kernel_parts(step(norm=OpKind.REDUCTION))["norm"].nbytes
     assert moved == pytest.approx(2000)
+
+
+def made_late(phase: Phase = Phase.FORWARD) -> Dataflow:
+    """`mask` needs nothing of `mm`, and only `add` behind that reads it."""
+    base = step()
+    mask = Op("mask", "aten.mask", phase, ("x",), ("mask",), bytes_moved=2 * NBYTES, kind=POINTWISE)
+    add = replace(base.ops[2], reads=("gelu", "mask"))
+    buffers = (*base.buffers, Buffer("mask", NBYTES, Role.TEMPORARY))
+    return Dataflow("f", (mask, *base.ops[:2], add, *base.ops[3:]), buffers)
+
+
+def test_what_is_read_in_one_later_kernel_is_made_there() -> None:
+    assert kernels(made_late())["mask"] == kernels(made_late())["add"]
+    parts = kernel_parts(made_late())
+    assert (parts["mask"].nbytes, parts["add"].nbytes) == (NBYTES, 0)
+
+
+def test_what_another_phase_makes_is_written_and_read() -> None:
+    parts = kernel_parts(made_late(Phase.BACKWARD))
+    assert (parts["mask"].nbytes, parts["add"].nbytes) == (2 * NBYTES, NBYTES)
+
+
+def test_a_sum_over_everything_ends_its_kernel() -> None:
+    base = step()
+    total = Op("sum", "aten.sum", Phase.FORWARD, ("gelu",), ("sum",), 0, NBYTES + 8, kind=REDUCTION)
+    for nbytes, together in ((8, False), (NBYTES // 2, True)):
+        add = replace(base.ops[2], reads=("gelu", "sum"))
+        buffers = (*base.buffers, Buffer("sum", nbytes, Role.TEMPORARY))
+        flow = Dataflow("f", (*base.ops[:2], total, add, *base.ops[3:]), buffers)
+        found = kernels(flow)
+        assert found["sum"] == found["gelu"]
+        assert (found["add"] == found["sum"]) is together
+
+
+def test_what_is_asked_for_its_shape_alone_need_not_be_written() -> None:
+    """As what a loss picked from is by its backward, which writes all of its own result."""
+    base = step()
+    back = Op("back", "aten.nll_loss_backward", Phase.BACKWARD, ("add",), ("back",), 0, NBYTES + 8)
+    made = Buffer("back", NBYTES, TEMP, is_output=True)
+    flow = Dataflow("f", (*base.ops, replace(back, kind=POINTWISE)), (*base.buffers, made))
+    with_it, without = kernel_parts(flow), kernel_parts(base)
+    assert {name: with_it[name] for name in without} == without
+    assert with_it["back"].nbytes == pytest.approx(NBYTES, abs=8)
+
+
+def test_each_kernel_takes_its_start_beside_its_bytes() -> None:
+    base = step()
+    found = roofline(base, machine(fused=1.0)).device_s
+    parts = kernel_parts(base)
+    starts = [found[n] - parts[n].nbytes / 1e9 for n in ("gelu", "add", "norm", "late")]
+    assert starts == pytest.approx([costs._START_S, 0, 0, costs._START_S])
 
 
 def test_only_a_machine_with_factors_knows_of_kernels() -> None:
