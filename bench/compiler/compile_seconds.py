@@ -28,18 +28,8 @@ from torch._dynamo.utils import counters
 
 import cotrain_compile
 from bench.compiler.against_torch_compile import MODELS, SIDES, make_side
+from bench.compiler.processor import ALONE, CACHES, processor_s
 from bench.report import write_report
-
-# One compiler at a time, and as a child of the process, so that its seconds are counted.
-ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-# Who keeps what from one process to the next.
-CACHES = ("TORCHINDUCTOR", "COTRAIN")
-
-
-def processor_s() -> float:
-    """Seconds of the processor so far, compilers that were started included."""
-    of_others = os.times()
-    return time.process_time() + of_others.children_user + of_others.children_system
 
 
 def first_step(side_name: str, model: str) -> dict[str, Any]:

@@ -5,6 +5,9 @@ ours as it is, ours with every layer lowered and every update traced, and stock 
 model, loss and `optimizer.step` with its graphs run in eager. Nothing is compiled to kernels: what
 is timed is what hangs on how many layers there are. Seconds are of the processor.
 
+The smallest user's first call: the step with 4 layers, nothing on disk yet, in eager, under this
+package as it comes, and stock with Inductor.
+
 And models of Hugging Face's at their own sizes, traced without memory for them, with each layer in
 a checkpoint and without.
 
@@ -16,8 +19,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +35,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from bench.compiler.processor import ALONE, CACHES, processor_s
 from bench.report import write_report
 from cotrain_compile.capture.dynamo import patches
 from cotrain_compile.capture.layers import lower
@@ -53,24 +59,43 @@ def loss_of(model: nn.Module, characters: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), characters[:, 1:].flatten())
 
 
+def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Clipping and AdamW, as a user writes it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(characters: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, characters)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def ours(layers: int) -> dict[str, Any]:
     """The step traced as it is."""
 
     def build() -> tuple[Callable[[Tensor], Tensor], tuple[Tensor]]:
         model, batch = model_and_batch(layers)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-        def step(characters: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, characters)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            return loss
-
-        return step, (batch,)
+        return step_of(model), (batch,)
 
     return traced(build)
+
+
+def called(layers: int, run_with: Callable[[Any], Any]) -> dict[str, Any]:
+    """Seconds of the first call of a step, compilers that it starts included."""
+    model, batch = model_and_batch(layers)
+    run = run_with(step_of(model))
+    began_s = processor_s()
+    run(batch)
+    return {"all": processor_s() - began_s}
+
+
+def ours_called(step: Any) -> Any:
+    """The step under this package as it comes."""
+    return torch.compile(step, backend="cotrain", options={"quiet": True})
 
 
 @collector_off()  # as `entry.tracing.trace` has it
@@ -93,17 +118,17 @@ def ours_whole(layers: int) -> dict[str, Any]:
         return ours(layers)
 
 
-def stock(layers: int) -> dict[str, Any]:
+def stock(layers: int, backend: str = "aot_eager") -> dict[str, Any]:
     """Model with its loss, and the update, each compiled by torch and called once."""
     model, batch = model_and_batch(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    compiled = torch.compile(loss_of, backend="aot_eager")
-    update = torch.compile(optimizer.step, backend="aot_eager")
-    began_s = time.process_time()
+    compiled = torch.compile(loss_of, backend=backend)
+    update = torch.compile(optimizer.step, backend=backend)
+    began_s = processor_s()
     compiled(model, batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     update()
-    return {"all": time.process_time() - began_s}
+    return {"all": processor_s() - began_s}
 
 
 def configured(name: str) -> Any:
@@ -167,12 +192,17 @@ def of_model(name: str, way: str) -> dict[str, Any]:
 
 
 SIDES = {"ours": ours, "ours, each layer": ours_whole, "stock": stock}
+CALLED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "eager, called": lambda layers: called(layers, lambda step: step),
+    "ours, called": lambda layers: called(layers, ours_called),
+    "stock with Inductor, called": lambda layers: stock(layers, "inductor"),
+}
 
 
 def measured(side: str, of: str) -> dict[str, Any]:
     """One side of one depth, or one model in one way, in this process."""
     torch.set_num_threads(1)
-    found = of_model(of, side) if side in WAYS else SIDES[side](int(of))
+    found = of_model(of, side) if side in WAYS else (SIDES | CALLED)[side](int(of))
     return {key: round(value, 2) for key, value in found.items()}
 
 
@@ -180,7 +210,10 @@ def in_a_process(side: str, of: str) -> dict[str, Any]:
     """As `measured`, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "bench.compiler.first_step"]
     command += ["--side", side, "--of", of]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as cache:
+        folders = {f"{whose}_CACHE_DIR": cache for whose in CACHES}
+        environment = {**os.environ, **ALONE, **folders}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise SystemExit(f"{side} of {of} failed:\n{run.stderr}")
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
@@ -194,7 +227,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--jobs", type=int, default=1, help="measured at a time")
-    parser.add_argument("--side", choices=[*SIDES, *WAYS], help="one measure, as JSON")
+    parser.add_argument("--side", choices=[*SIDES, *CALLED, *WAYS], help="one measure, as JSON")
     parser.add_argument("--of", help="how many layers, or which model, with --side")
     arguments = parser.parse_args()
     if arguments.side:
@@ -209,6 +242,7 @@ def measure(arguments: argparse.Namespace) -> None:
     console = Console(soft_wrap=True)
     result: dict[str, dict[str, Any]] = {"layers": {}, "models": {}}
     measures = [("layers", side, str(n)) for n in arguments.layers for side in SIDES]
+    measures += [("layers", side, str(min(arguments.layers))) for side in CALLED]
     measures += [("models", way, name) for name in arguments.models for way in WAYS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         found = pool.map(lambda one: in_a_process(one[1], one[2]), measures)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import cProfile
 import multiprocessing
-import os
 import pstats
 import resource
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cotrain_compile
+from bench.compiler.processor import processor_s
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.liveness import liveness
@@ -117,9 +116,9 @@ class Stages:
     def __call__(self, stage: str, work: Callable[[], Any]) -> Any:
         """What `work` returns."""
         profile = cProfile.Profile() if stage == self.profiled else None
-        began_s = _processor_s()
+        began_s = processor_s()
         result = profile.runcall(work) if profile else work()
-        self.seconds[stage] = _processor_s() - began_s
+        self.seconds[stage] = processor_s() - began_s
         print(f"{stage:30}{self.seconds[stage]:8.2f} s", file=sys.stderr, flush=True)
         if profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(30)
@@ -248,12 +247,6 @@ def _many_steps(problem: Problem, plan: Plan) -> Periodic:
     return predict_steady_state(place_plan(problem, plan))
 
 
-def _processor_s() -> float:
-    """Seconds of the processor so far, compilers that were started included."""
-    of_others = os.times()
-    return time.process_time() + of_others.children_user + of_others.children_system
-
-
 def _most_bytes() -> int:
     """The most memory that this process has had resident; Linux counts in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -296,7 +289,7 @@ def _tiny_step(
 
 
 def _seconds_a_step(run: Callable[[], object]) -> float:
-    began_s = _processor_s()
+    began_s = processor_s()
     for _ in range(STEPS):
         run()
-    return (_processor_s() - began_s) / STEPS
+    return (processor_s() - began_s) / STEPS

@@ -7,7 +7,7 @@ torch.compile(step) --Dynamo, changed by `hook`--> graph of torch calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,17 +83,7 @@ def capture(
     """
     session.trace_ended()
     session.graph_was_compiled = True
-    refuse_sizes_from_data(module)
-    refuse_linear_algebra_that_raises(module)
-    do_as_eager(module)
-    params = params_with_gradient(module, example_inputs)
-    if not can_be_traced():
-        refuse_unseen_hooks(params)
-    refuse_untrained(session, params, module)
-    refuse_additions_to_dropped(session, params)
-    guard_parameters_without_optimizer(session, module)
-    refuse_sparse_gradients(module)
-    _restart_without_unused_states(session)
+    _refuse_what_is_no_step(session, module, example_inputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = describe_inputs(
         placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
@@ -102,15 +92,8 @@ def capture(
     detach_outputs(module)
     mark_written_backwards(module)
     hide_writes_by_aliases(module)
-    stores = gradient_stores(module, example_inputs)
-    dropped = dropped_gradients(session) - also_given_away(stores)
-    note_dropped(session, {id(param) for param, _ in stores} & dropped)
-    drop_outputs(module, [node for param, node in stores if id(param) in dropped])
-    session.keeping_gradient = {id(param) for param, _ in stores} - dropped
-    kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])
-
+    kept = _kept_gradients(session, module, example_inputs)
     remat = session.options.remat_on(_device_type(placeholders))
-
     dissolve = session.options.checkpoints == "dissolve"
     prepare_aten = partial(_prepared, remat=remat, dissolve=dissolve)
 
@@ -134,6 +117,35 @@ def capture(
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return run_and_make_leaves(compiled, module, session.leaves_made)
+
+
+def _refuse_what_is_no_step(
+    session: Session, module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> None:
+    """Raise where Dynamo's graph is not that of a step that trains; do in it as eager does."""
+    refuse_sizes_from_data(module)
+    refuse_linear_algebra_that_raises(module)
+    do_as_eager(module)
+    params = params_with_gradient(module, example_inputs)
+    if not can_be_traced():
+        refuse_unseen_hooks(params)
+    refuse_untrained(session, params, module)
+    refuse_additions_to_dropped(session, params)
+    guard_parameters_without_optimizer(session, module)
+    refuse_sparse_gradients(module)
+    _restart_without_unused_states(session)
+
+
+def _kept_gradients(
+    session: Session, module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[int, Mapping[int, torch.Tensor]]:
+    """The gradients that are there after the step; those that the next one clears are dropped."""
+    stores = gradient_stores(module, example_inputs)
+    dropped = dropped_gradients(session) - also_given_away(stores)
+    note_dropped(session, {id(param) for param, _ in stores} & dropped)
+    drop_outputs(module, [node for param, node in stores if id(param) in dropped])
+    session.keeping_gradient = {id(param) for param, _ in stores} - dropped
+    return kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])
 
 
 def _prepared(aten_module: fx.GraphModule, *, remat: bool, dissolve: bool) -> Checkpoints:

@@ -70,36 +70,6 @@ def to_aten(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def refuse(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        if any("embedding_renorm" in str(node.target) for node in graph.graph.nodes):
-            raise CaptureError(
-                "an embedding with max_norm changes its weight in the forward; leave max_norm out, "
-                "and do it before the model is called, under torch.no_grad(), with rows = "
-                "tokens.flatten(): weight.index_copy_(0, rows, torch.renorm(weight[rows], 2, 0, "
-                "max_norm))"
-            )
-        raise CaptureError(
-            "a parameter is written from values that require grad, or the step returns tensors "
-            "that do, so its backward is not in the graph; write parameters under "
-            "torch.no_grad(), call loss.backward() in the step and return detached values"
-        )
-
-    def lower(part: fx.GraphModule, compile_graph: AotCompile) -> Callable[..., Any]:
-        compiler = aot_autograd(
-            fw_compiler=refuse,
-            bw_compiler=refuse,
-            inference_compiler=compile_graph,
-            decompositions={
-                **foreach_decompositions(),
-                **scalar_decompositions(),
-                **scaling_decompositions(),
-            },
-            # Otherwise every parameter and state is returned as a fresh copy.
-            keep_inference_input_mutations=True,
-        )
-        run: Callable[..., Any] = compiler(part, example_inputs)
-        return run
-
     def lowered(
         part: fx.GraphModule, first: Callable[[fx.GraphModule], None], also: tuple[object, ...]
     ) -> Callable[..., Any]:
@@ -110,13 +80,54 @@ def to_aten(
 
         with lowering_counted(len(part.graph.nodes)):
             return lower_once(
-                part, example_inputs, partial(lower, part), prepare, run_whole, (*settings, *also)
+                part,
+                example_inputs,
+                partial(_by_aot, part, example_inputs),
+                prepare,
+                run_whole,
+                (*settings, *also),
             )
 
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
         return lower_few_layers(module, example_inputs, inputs, lowered)
+
+
+def _by_aot(
+    module: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: AotCompile
+) -> Callable[..., Any]:
+    """What runs `module`, whose functional ATen graph `compile_graph` gets."""
+    compiler = aot_autograd(
+        fw_compiler=_refuse_a_backward,
+        bw_compiler=_refuse_a_backward,
+        inference_compiler=compile_graph,
+        decompositions={
+            **foreach_decompositions(),
+            **scalar_decompositions(),
+            **scaling_decompositions(),
+        },
+        # Otherwise every parameter and state is returned as a fresh copy.
+        keep_inference_input_mutations=True,
+    )
+    run: Callable[..., Any] = compiler(module, example_inputs)
+    return run
+
+
+def _refuse_a_backward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """In place of compiling a graph that something outside of it would differentiate."""
+    if any("embedding_renorm" in str(node.target) for node in graph.graph.nodes):
+        raise CaptureError(
+            "an embedding with max_norm changes its weight in the forward; leave max_norm out, "
+            "and do it before the model is called, under torch.no_grad(), with rows = "
+            "tokens.flatten(): weight.index_copy_(0, rows, torch.renorm(weight[rows], 2, 0, "
+            "max_norm))"
+        )
+    raise CaptureError(
+        "a parameter is written from values that require grad, or the step returns tensors "
+        "that do, so its backward is not in the graph; write parameters under "
+        "torch.no_grad(), call loss.backward() in the step and return detached values"
+    )
 
 
 def _return_no_inputs(module: fx.GraphModule) -> None:

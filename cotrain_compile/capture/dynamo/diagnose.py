@@ -84,62 +84,16 @@ def diagnose(
             if str(refusal).startswith((code.co_filename, first_line(code)))
             else CaptureError(f"{location}: {refusal}")
         )
-    for cause in _chain(error):
-        placed = (code.co_filename, first_line(code))
-        if not isinstance(cause, CotrainError):
-            continue
-        ours = _as_raised(cause)
-        if isinstance(ours, CaptureError) and not str(ours).startswith(placed):
-            return CaptureError(f"{first_line(code)}: {ours}")
-        return ours
-    if isinstance(error, exc.Unsupported) and "Observed exception" in str(error):
-        return CaptureError(
-            f"{location}: the step raises this while it is traced. Nothing was updated. If it "
-            'does not in eager, set options={"on_break": "warn"} to run it so'
-        )
+    ours = next((cause for cause in _chain(error) if isinstance(cause, CotrainError)), None)
+    if ours is not None:
+        return _placed(_as_raised(ours), code)
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
-        what, hint = _what_broke(error)
-        anomalies = torch.is_anomaly_enabled() and "data-dependent" in what
-        way = (
-            (_NO_ANOMALIES if anomalies else None)
-            or way_on(_library_frames(error), what, location)
-            or hint
-            or "Move that line out of the step"
-        )
-        eager = _IN_EAGER if suggests_eager else "."
-        return CaptureError(
-            f"{location}: the step cannot be captured as one graph: {_in_short(what)}. {way}{eager}"
-        )
-    if isinstance(error, exc.TorchRuntimeError) and (why := _why_not_on_shards(str(error))):
-        return CaptureError(f"{location}: {why}. Nothing was updated.")
-    if isinstance(error, exc.TorchRuntimeError) and _FORWARD_OVER_REVERSE.search(str(error)):
-        return CaptureError(
-            f"{location}: torch cannot trace a backward through forward-mode derivatives of "
-            "gradients under vmap, such as torch.func.vmap(torch.func.hessian(f)); write "
-            "torch.func.vmap(torch.func.jacrev(torch.func.jacrev(f))). Nothing was updated."
-        )
-    if isinstance(error, exc.TorchRuntimeError) and "tensor does not require grad" in str(error):
-        return CaptureError(
-            f"{location}: RuntimeError: this does not require a gradient, so there is none to "
-            "compute: all that it comes from is frozen, detached, or computed under "
-            "torch.no_grad() or torch.inference_mode(), which may also be around the call of the "
-            "step. Nothing was updated."
-        )
+        return CaptureError(f"{location}: {_why_no_graph(error, location, suggests_eager)}")
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
-    if isinstance(error, exc.TorchRuntimeError) and (op := _FAILED_OP.search(str(error))):
-        return CaptureError(
-            f"{location}: {op['kind']}: {op['told'].rstrip('.')}. torch cannot run this line on "
-            "tensors of these shapes and dtypes; call the step once without torch.compile to see "
-            "all that it says. Nothing was updated."
-        )
-    if isinstance(error, exc.TorchRuntimeError):  # what fails in eager, too, in Dynamo's own words
-        told = str(error).partition(_ADDED)[0].strip().partition("\n")[0].rstrip(".")
-        return CaptureError(
-            f"{location}: {told}. This line fails while the step is traced; call the step once "
-            "without torch.compile to see what eager says. Nothing was updated."
-        )
+    if isinstance(error, exc.TorchRuntimeError):
+        return CaptureError(f"{location}: {_why_it_failed(str(error))} Nothing was updated.")
     if isinstance(error, AssertionError) and _is_of_a_copy(error):
         return CaptureError(f"{location}: {_OF_ANOTHER_KIND}. Nothing was updated.")
     if isinstance(error, exc.FailOnRecompileLimitHit):
@@ -149,6 +103,63 @@ def diagnose(
             "torch._dynamo.config.recompile_limit."
         )
     return None
+
+
+def _placed(error: CotrainError, code: CodeType) -> CotrainError:
+    """`error` with the step's first line, where it names no line of it."""
+    has_line = str(error).startswith((code.co_filename, first_line(code)))
+    if has_line or not isinstance(error, CaptureError):
+        return error
+    return CaptureError(f"{first_line(code)}: {error}")
+
+
+def _why_no_graph(error: Exception, location: str, suggests_eager: bool) -> str:
+    """What of a step Dynamo cannot trace, and the way on."""
+    if isinstance(error, exc.Unsupported) and "Observed exception" in str(error):
+        return (
+            "the step raises this while it is traced. Nothing was updated. If it "
+            'does not in eager, set options={"on_break": "warn"} to run it so'
+        )
+    what, hint = _what_broke(error)
+    anomalies = torch.is_anomaly_enabled() and "data-dependent" in what
+    way = (
+        (_NO_ANOMALIES if anomalies else None)
+        or way_on(_library_frames(error), what, location)
+        or hint
+        or "Move that line out of the step"
+    )
+    eager = _IN_EAGER if suggests_eager else "."
+    return f"the step cannot be captured as one graph: {_in_short(what)}. {way}{eager}"
+
+
+def _why_it_failed(text: str) -> str:
+    """What of a step fails under fake tensors, in words for whoever wrote it."""
+    if why := _why_not_on_shards(text):
+        return f"{why}."
+    if _FORWARD_OVER_REVERSE.search(text):
+        return (
+            "torch cannot trace a backward through forward-mode derivatives of "
+            "gradients under vmap, such as torch.func.vmap(torch.func.hessian(f)); write "
+            "torch.func.vmap(torch.func.jacrev(torch.func.jacrev(f)))."
+        )
+    if "tensor does not require grad" in text:
+        return (
+            "RuntimeError: this does not require a gradient, so there is none to "
+            "compute: all that it comes from is frozen, detached, or computed under "
+            "torch.no_grad() or torch.inference_mode(), which may also be around the call of the "
+            "step."
+        )
+    if op := _FAILED_OP.search(text):
+        return (
+            f"{op['kind']}: {op['told'].rstrip('.')}. torch cannot run this line on "
+            "tensors of these shapes and dtypes; call the step once without torch.compile to see "
+            "all that it says."
+        )
+    told = text.partition(_ADDED)[0].strip().partition("\n")[0].rstrip(".")
+    return (  # what fails in eager, too, in Dynamo's own words
+        f"{told}. This line fails while the step is traced; call the step once "
+        "without torch.compile to see what eager says."
+    )
 
 
 def _is_of_a_copy(error: AssertionError) -> bool:
