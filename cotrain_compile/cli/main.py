@@ -108,7 +108,7 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Say what a step needs: its peak, its time, reuse distances, largest sizes."""
-    from cotrain_compile.viz.text.describe import analysis_figures, describe_analysis  # sympy
+    from cotrain_compile.viz.text.analysis import analysis_figures, describe_analysis  # sympy
 
     keep_stdout_for(as_json)
     target = presets.find(machine)

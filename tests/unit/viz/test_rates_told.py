@@ -17,7 +17,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.sweep import title
-from cotrain_compile.viz.text.describe import describe_analysis
+from cotrain_compile.viz.text.analysis import describe_analysis
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.live import LiveLine
 from cotrain_compile.viz.text.narrate import summary_rows
