@@ -49,14 +49,14 @@ def _looked_up(args: Bound, out: Any) -> Any:
 
 
 def _picked(args: Bound, out: Any) -> Any:
-    """Of each row the element of its class; the results are smaller still."""
-    del out
-    return nbytes_of(args["target"]) * 2
+    """Of each row its class and the element of that, and the results, which are a few numbers."""
+    return 2 * nbytes_of(args["target"]) + sum(map(nbytes_of, out))
 
 
 def _picked_gradient(args: Bound, out: Any) -> Any:
     """All of the result is written; what the forward picked from is asked for its shape alone."""
-    return nbytes_of(args["target"]) + nbytes_of(out)
+    read = (args["target"], args["grad_output"], args["total_weight"])
+    return sum(map(nbytes_of, read)) + nbytes_of(out)
 
 
 def _table_gradient(args: Bound, out: Any) -> Any:

@@ -228,7 +228,7 @@ def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host(
     item = SimpleNamespace(name="weight")
     compiled: Any = SimpleNamespace(
         graph=SimpleNamespace(inputs=[item]),
-        plan=SimpleNamespace(placement=SimpleNamespace(homes={"weight": Tier.HOST})),
+        plan=SimpleNamespace(placement=Placement("greedy", {"weight": Tier.HOST}, {})),
         problem=SimpleNamespace(dataflow=SimpleNamespace(kept_gradients={})),
     )
     with (

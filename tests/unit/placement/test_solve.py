@@ -162,7 +162,7 @@ def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
     least = with_budget(problem, least_bytes(problem))
     plan = solve(least, SolveSettings(policy, solver=solver, work_limit=30))
     check(least, plan)
-    told = f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
+    told = f"nothing that {policy} decided fits in the budget; the plan is: greedy choice"
     assert plan.placement.policy == ("greedy" if told in plan.notes else policy)
 
 

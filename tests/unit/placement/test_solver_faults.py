@@ -23,6 +23,7 @@ from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.work import UNLIMITED, Allowance, Meter
 from cotrain_compile.plan import Plan
+from cotrain_compile.support.plan_words import plan_words
 from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
 
@@ -144,7 +145,7 @@ def test_without_any_solver_the_plan_is_that_of_a_rule(monkeypatch: pytest.Monke
     plan = sound(solve(PROBLEM, SETTINGS))
     (note,) = plan.notes
     assert note.startswith("the solver highs failed (OptionError: no solver found: install highspy")
-    assert note.endswith(f"the plan is that of {plan.placement.policy}")
+    assert note.endswith(f"the plan is: {plan_words(plan.placement.policy)}")
     assert plan.report is not None
     assert plan.report.solver == "rules"
     assert plan.report.status == "failed"
@@ -203,7 +204,7 @@ def test_a_program_that_rules_plans_out_late_is_not_short_of_work(
 
     monkeypatch.setattr("cotrain_compile.placement.search.programs.solve_program", ruled_out)
     (note,) = sound(solve(PROBLEM, SolveSettings(policy, work_limit=1.0))).notes
-    assert note == f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
+    assert note == f"nothing that {policy} decided fits in the budget; the plan is: greedy choice"
 
 
 def test_a_search_takes_as_long_as_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm.arcs import Variant
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.plan import Plan
+from cotrain_compile.support.plan_words import plan_words
 from tests.unit.placement.test_solver_faults import PROBLEM
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,7 @@ def test_the_plan_is_that_of_a_rule_and_one_line_says_why(tmp_path: Path) -> Non
     plan = files.load(tmp_path / "plan.json", Plan)
     (note,) = plan.notes
     assert note.startswith("the solver highs failed (OptionError: no solver found")
-    assert note.endswith(f"pip install highspy)); the plan is that of {plan.placement.policy}")
+    assert note.endswith(f"pip install highspy)); the plan is: {plan_words(plan.placement.policy)}")
     assert plan.report is not None
     assert plan.report.solver == "rules"
     assert 0 < plan.report.lower_bound_s < plan.predicted.makespan_s  # what no program is asked for
