@@ -131,7 +131,8 @@ def solved(question: Question, dataflow: Dataflow) -> Values:
     report = plan.report
     assert report is not None
     assert report.objective_s is not None
-    assert report.status == "optimal", report.status
+    # Neither hangs on a limit: a program solved to its gap, and a relaxation that was rounded.
+    assert report.status in {"optimal", "rounded"}, report.status
     step_s, bound_s = plan.predicted.makespan_s, report.lower_bound_s
     rules_s = [value for name, value in report.simulated_s.items() if name in RULES]
     return {

@@ -33,6 +33,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.kept_rehearsals import KeptRehearsal, kept_rehearsal
 from cotrain_compile.backends.lifecycle.workspace import both, of_convolutions
 from cotrain_compile.distribute.agree import ALONE, Overshoot, Together
+from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import is_profiled
@@ -76,7 +77,9 @@ class Rehearsed:
         self._together = together
         self._settings = settings
         self._rounds = ROUNDS if replans else 0
-        self._rounds_later = self._rounds if together is ALONE else 0  # for all later steps
+        # For all later steps. Other ranks would wait too long, also those of a pipeline's turns.
+        is_alone = together is ALONE and count_of_ranks() == 1
+        self._rounds_later = self._rounds if is_alone else 0
         self._rehearsed = False
         self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
         self._workspace: Mapping[str, int] = {}  # that `compiled` is planned with

@@ -134,15 +134,20 @@ def resident_unet() -> Trained:
 
 
 def check_second_plan(
-    net: str, resident: Trained, most_again: int = 1, share: float = 0.65
+    net: str,
+    resident: Trained,
+    most_again: int = 1,
+    share: float = 0.65,
+    with_workspace: bool = True,
 ) -> None:
+    """Without: of one long segment a convolution may have taken all, and that fits nowhere."""
     budget = int(share * resident.rehearsed_bytes)
     placed = trained(net, memory_budget=budget)
     assert placed.planned_again <= most_again
     assert placed.compiled.measured is not None
     assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
     torch.testing.assert_close(placed.losses, resident.losses, rtol=1e-4, atol=1e-5)
-    if placed.planned_again:
+    if placed.planned_again and with_workspace:
         buffers = placed.compiled.problem.dataflow.buffers
         assert [buffer for buffer in buffers if buffer.role is Role.WORKSPACE]
         assert any("workspace of up to" in note for note in placed.compiled.plan.notes)
@@ -150,7 +155,7 @@ def check_second_plan(
 
 def test_the_second_plan_of_a_unet_holds(resident_unet: Trained) -> None:
     with interpreted():
-        check_second_plan("unet", resident_unet)
+        check_second_plan("unet", resident_unet, with_workspace=False)
 
 
 @pytest.mark.long
