@@ -98,12 +98,13 @@ class Rehearsed:
             return self.compiled(inputs)
 
     def _later_step(self, inputs: list[Any]) -> Any:
+        if not self._rounds_later:
+            return self.compiled(inputs)
         drawn = self.compiled.random_states()
         try:
             return self.compiled(inputs)
         except RuntimeError as error:
-            changed = self.compiled.has_changed_something
-            if changed or not self._rounds_later or not _is_out_of_device_memory(error):
+            if self.compiled.has_changed_something or not _is_out_of_device_memory(error):
                 raise
             _free_frames(error)
             short = error

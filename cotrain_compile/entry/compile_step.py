@@ -14,6 +14,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ from cotrain_compile.entry.compiled import (
     planned_for_less,
     register,
 )
-from cotrain_compile.errors import CaptureError, OptionError
+from cotrain_compile.errors import CaptureError, OptionError, PlacementError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import kind_of, load
 from cotrain_compile.graph import StepGraph
@@ -214,18 +215,23 @@ def _compiler(
     ) -> CompiledStep:
         options = origin.options
         before = last_run(origin) if cuda or options.plan is not None else None
-        if before is not None and cuda and budget_bytes is None:
-            # Homes that moved make a new trace, to which the card has no more than to the last.
-            budget_bytes = planned_for_less(before)
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
-        less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
-        if together is not ALONE:
-            less["together"] = together
-        if workspace:
-            less["workspace"] = workspace
-        placed = () if before is None else (before.plan.placement,)
-        compiled = compile_step(step, dataflow, options, *placed, **less)
+        compile_for = partial(
+            compile_step,
+            step,
+            dataflow,
+            options,
+            None if before is None else before.plan.placement,
+            workspace=workspace,
+            together=together,
+        )
+        limits = [budget_bytes]
+        if before is not None and cuda and budget_bytes is None:
+            # Homes that moved make a new trace, to which the card has no more than to the last.
+            # What does not fit into that, as a larger batch, is tried within the budget.
+            limits = [planned_for_less(before), None]
+        compiled = first_that_fits(compile_for, limits)
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
             tell_if_in_pieces(compiled.predicted_reserved, inputs, compute_device_of(step))
@@ -240,6 +246,20 @@ def _compiler(
         return compiled
 
     return compile_within
+
+
+def first_that_fits(
+    compile_for: Callable[..., CompiledStep], limits: Sequence[int | None]
+) -> CompiledStep:
+    """The step compiled within the first of these device bytes that a plan fits into.
+
+    None is the budget. Raises the `PlacementError` of the last.
+    """
+    *others, last = dict.fromkeys(limits)
+    for plan_bytes in others:
+        with suppress(PlacementError):
+            return compile_for(plan_bytes=plan_bytes)
+    return compile_for(plan_bytes=last)
 
 
 def compile_step(

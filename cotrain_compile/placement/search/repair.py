@@ -46,7 +46,8 @@ def repaired(
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
             return placement, moves
-        movable = may_leave.difference(placement.away)
+        # What updates alone read that have gone to the host is not on the device any more.
+        movable = may_leave.intersection(moves.program.touches).difference(placement.away)
         away = _temporaries(moves, movable, used, budget_bytes)
         placement = replace(placement, away=(*placement.away, *away))
         slot = int(used.argmax())

@@ -115,24 +115,8 @@ def calibrate(
     tell("matmul, memory and launches on the host", 0.5)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates", 0.7)
-    # As in a step, on a thread beside the one that computes: with threads of both, OpenMP has those
-    # that wait sleep, where it else spins for milliseconds on cores that others want.
-    with ThreadPoolExecutor(1) as lane:
-        parameters = lane.submit(_beyond_caches, environment, sizes).result()
-        by_threads = lane.submit(_host_update_rates, environment, sizes, parameters).result()
-    slowdown, slowdown_remark = _believed(
-        "times as long takes a host update beside a copy",
-        _slowdown_while_copying(bench, sizes, parameters),
-        most=_MOST_SLOWDOWN,
-        assumed=_MOST_SLOWDOWN,
-    )
-    tell("host updates op by op, and tasks", 0.85)
-    update = HostUpdate(
-        by_threads[torch.get_num_threads()],
-        slowdown_while_copying=slowdown,
-        elements_per_s=elements_per_s(sizes.repeats, until_s=sizes.until_s),
-        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
-    )
+    update, by_threads, slowdown_remark = _host_update(bench, environment, sizes)
+    tell("tasks", 0.9)
     task_s, task_remark = _believed(
         "s take Python's calls for a task",
         issue_s(_device_for(bench), sizes.until_s),
@@ -216,14 +200,46 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
     )
 
 
-def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) -> dict[int, float]:
-    """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads, all cores, torch's own."""
+def _host_update(
+    bench: Bench, environment: Environment, sizes: Sizes
+) -> tuple[HostUpdate, dict[int, float], str]:
+    """Updates on the host, their rates by thread count, and what to know of them.
+
+    As in a step they run on a thread beside the one that computes: with threads of both, OpenMP has
+    those that wait sleep, where it else spins for milliseconds on cores that others want.
+    """
+    own = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as lane:
+        parameters = lane.submit(_beyond_caches, environment, sizes).result()
+        by_threads = lane.submit(_host_update_rates, environment, sizes, parameters, own).result()
+    slowdown, remark = _believed(
+        "times as long takes a host update beside a copy",
+        _slowdown_while_copying(bench, sizes, parameters),
+        most=_MOST_SLOWDOWN,
+        assumed=_MOST_SLOWDOWN,
+    )
+    update = HostUpdate(
+        by_threads[own],
+        slowdown_while_copying=slowdown,
+        elements_per_s=elements_per_s(sizes.repeats, until_s=sizes.until_s),
+        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
+    )
+    return update, by_threads, remark
+
+
+def _host_update_rates(
+    environment: Environment, sizes: Sizes, parameters: int, own: int
+) -> dict[int, float]:
+    """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads, at all cores and at `own`.
+
+    That is how many a step has, which the thread that measures need not have.
+    """
     cores, before = environment.usable_cores, torch.get_num_threads()
     update = adamw_update(parameters)
     update_bytes = parameters * presets.ADAMW_BYTES_PER_PARAMETER
     rates = {}
     try:
-        for threads in sorted({*(2**k for k in range((cores - 1).bit_length())), cores, before}):
+        for threads in sorted({*(2**k for k in range((cores - 1).bit_length())), cores, own}):
             torch.set_num_threads(threads)
             rates[threads] = update_bytes / sizes.least_s(partial(wall_s, update))
     finally:

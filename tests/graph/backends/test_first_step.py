@@ -202,6 +202,23 @@ def full_card_in(
         yield
 
 
+def test_numbers_of_updates_that_went_to_the_host_are_in_nobodys_way_in_a_dynamic_step() -> None:
+    """They are tensors there, and no op of the device reads them once a repair has sent updates."""
+    options: dict[str, Any] = {
+        "policy": "greedy",
+        "memory_budget": int(0.8 * resident_peak_bytes()),
+    }
+    placed, eager = Training(), Training()
+    torch._dynamo.reset()
+    step = torch.compile(placed.step, backend="cotrain", dynamic=True, options=options)
+    for train in (step, eager.step):
+        torch.manual_seed(5)
+        for rows in (BATCH // 2, BATCH):
+            train(torch.randn(rows, WIDTH))
+    torch.testing.assert_close(placed.tensors(), eager.tensors(), rtol=1e-3, atol=1e-4)
+    assert cotrain_compile.inspect(step).plan.transfers
+
+
 @pytest.mark.parametrize("share", [0.8, 1.0])
 def test_a_later_step_without_room_is_planned_and_run_again_and_exact(share: float) -> None:
     """Its dropouts are drawn again as they were, and what was planned keeps to the exact peak."""
@@ -240,6 +257,23 @@ def test_a_later_step_that_never_finds_room_ends_in_its_error_and_has_changed_no
     assert len(plans) > 1
     torch.testing.assert_close(training.tensors(), before, rtol=0, atol=0)
     torch.testing.assert_close(step(torch.ones(BATCH, WIDTH)).isfinite(), torch.tensor(True))
+
+
+def test_a_new_trace_keeps_to_what_the_card_had_unless_nothing_fits_into_that() -> None:
+    made: list[int | None] = []
+
+    def compile_for(plan_bytes: int | None) -> Any:
+        made.append(plan_bytes)
+        if plan_bytes == 1:
+            raise PlacementError("too little", shortfall_bytes=1)
+        return plan_bytes
+
+    for limits, tried in (([2, None], [2]), ([1, None], [1, None]), ([None, None], [None])):
+        made.clear()
+        found: Any = pipeline.first_that_fits(compile_for, limits)
+        assert (found, made) == (tried[-1], tried)
+    with pytest.raises(PlacementError, match="too little"):
+        pipeline.first_that_fits(compile_for, [1])
 
 
 def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from cotrain_compile.runtime.calibrate.environment import (
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.process.cores import Cores, bind_this_thread, usable_cores
 from tests.support import thread_card
 from tests.support.thread_card import ThreadCard
 
@@ -183,6 +185,19 @@ def test_updates_have_the_rate_of_the_threads_that_run_them(
         assert found.machine.host_update.bytes_per_s == rates[own]
         (remark,) = (r for r in found.remarks if "by thread count" in r)
         assert remark.endswith(way_on + " before the start" if way_on else "GB/s on 16")
+
+
+def test_a_thread_that_is_bound_to_cores_measures_for_as_many_threads_as_it_has() -> None:
+    """A rank's: threads that begin later, as the one that updates, have another number."""
+    own = torch.get_num_threads() + 1
+
+    def bound() -> Calibration:
+        bind_this_thread(Cores(usable_cores(), own))
+        return calibrate(sizes=SMALL)
+
+    with ThreadPoolExecutor(1) as rank:
+        found = rank.submit(bound).result()
+    assert found.machine.host_update.bytes_per_s == found.host_update_bytes_per_s[own]
 
 
 def test_calibration_reports_progress_and_leaves_the_thread_count_alone() -> None:
