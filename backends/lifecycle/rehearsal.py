@@ -285,16 +285,17 @@ class Rehearsed:
         over_bytes = worst.over_bytes
         least_bytes = int(LEAST_STEP * planned_bytes) if worst.ran_out else 0
         first_bytes = worst.first_bytes or over_bytes
-        # Memory in pieces refuses one that is large long before all is taken: half as much less
-        # may do, and the next rehearsal tells.
-        halves = (over_bytes // 2, over_bytes // 4) if worst.ran_out else ()
-        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes, *halves))
-        # At last as if nothing were known: what one plan takes inside, another one may not.
+        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
+        # Without workspace as if nothing were known: what one plan takes inside, another may not.
         for_less = [
             (max(1, planned_bytes - less), workspace)
-            for workspace in (self._workspace, {})
+            for workspace in ((self._workspace, {}) if self._workspace else ({},))
             for less in lesses
         ]
+        # At last: memory in pieces refuses one that is large long before all is taken, so that half
+        # as much less may do. The next rehearsal tells.
+        if worst.ran_out:
+            for_less += [(max(1, planned_bytes - over_bytes // part), {}) for part in (2, 4)]
         if not worst.beyond:
             return for_less
         budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, worst.beyond)

@@ -217,15 +217,11 @@ def _compiler(
         before = last_run(origin) if cuda or options.plan is not None else None
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
-        compile_for = partial(
-            compile_step,
-            step,
-            dataflow,
-            options,
-            None if before is None else before.plan.placement,
-            workspace=workspace,
-            together=together,
-        )
+        known: dict[str, Any] = {} if together is ALONE else {"together": together}
+        if workspace:
+            known["workspace"] = workspace
+        placed = () if before is None else (before.plan.placement,)
+        compile_for = partial(compile_step, step, dataflow, options, *placed, **known)
         limits = [budget_bytes]
         if before is not None and cuda and budget_bytes is None:
             # Homes that moved make a new trace, to which the card has no more than to the last.
@@ -255,11 +251,11 @@ def first_that_fits(
 
     None is the budget. Raises the `PlacementError` of the last.
     """
-    *others, last = dict.fromkeys(limits)
-    for plan_bytes in others:
+    *others, last = ({} if n is None else {"plan_bytes": n} for n in dict.fromkeys(limits))
+    for less in others:
         with suppress(PlacementError):
-            return compile_for(plan_bytes=plan_bytes)
-    return compile_for(plan_bytes=last)
+            return compile_for(**less)
+    return compile_for(**last)
 
 
 def compile_step(
