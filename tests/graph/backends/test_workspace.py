@@ -153,6 +153,7 @@ def check_second_plan(
         assert any("workspace of up to" in note for note in placed.compiled.plan.notes)
 
 
+@pytest.mark.long
 def test_the_second_plan_of_a_unet_holds(resident_unet: Trained) -> None:
     with interpreted():
         check_second_plan("unet", resident_unet, with_workspace=False)
@@ -169,7 +170,6 @@ def test_some_later_plan_holds_where_the_second_is_cut_elsewhere(resident_unet: 
     torch.testing.assert_close(placed.losses, resident_unet.losses, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
 def test_the_second_plan_of_a_resnet_holds() -> None:
     with interpreted():
         check_second_plan("resnet", trained("resnet", policy="resident"))
