@@ -115,7 +115,10 @@ def update_golden(path: Path, text: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, but that files of captured steps count as one."""
+    """`--dist loadfile`, but that files of captured steps count as one, and those of ranks too.
+
+    In the order of collection: what is dear comes first, and many short files of unit tests last.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -124,8 +127,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
             name = file.removeprefix("tests/graph/").removesuffix(".py")
+            if name.startswith("distribute/"):
+                return "ranks"  # started once
             return "captured steps" if name in OF_CAPTURED_STEPS else file
 
+    config.option.loadscopereorder = False
     return BySteps(config, log)
 
 
