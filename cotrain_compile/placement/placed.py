@@ -13,6 +13,7 @@ from functools import cached_property
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.on_disk import disk_bytes
+from cotrain_compile.placement.host_memory import host_bytes
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
@@ -22,7 +23,6 @@ from cotrain_compile.placement.residency import (
     Instance,
     device_bytes,
     device_program,
-    host_bytes,
     instances,
 )
 from cotrain_compile.placement.split import split_regions

@@ -27,11 +27,11 @@ from cotrain_compile.placement.decisions.clusters import (
     RegionLevel,
 )
 from cotrain_compile.placement.decisions.strategies import is_large
+from cotrain_compile.placement.host_memory import made_by
 from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
 from cotrain_compile.placement.residency import (
     gaps_behind,
     longest_gap,
-    made_by,
     written_before,
 )
 from cotrain_compile.placement.schedule.hoisted_updates import update_needs

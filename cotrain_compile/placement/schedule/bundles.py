@@ -7,7 +7,7 @@ for where the first of them was. So its members are joined as far as each may be
 once is fetched where the first of its bundle was: each of them earlier than by itself.
 
 So the device holds more than without bundles only where something is fetched earlier; on the host
-the values inside the updates of a bundle are there at once (`residency.host_bytes`). What it costs
+the values inside the updates of a bundle are there at once (`host_memory.host_bytes`). The cost
 is time, which a simulation tells: a copy begins later, and what comes after a member comes after
 all of them.
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
+from cotrain_compile.placement.host_memory import made_in, spans_in
 from cotrain_compile.placement.remembered import remembered
-from cotrain_compile.placement.residency import HOST_MODES, IntervalSum, made_in, spans_in
+from cotrain_compile.placement.residency import HOST_MODES, IntervalSum
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
 from cotrain_compile.plan import Placement, UpdateMode
 

@@ -117,7 +117,7 @@ def predict(placed: PlacedStep) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
     Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
-    bound, see `residency.host_bytes`.
+    bound, see `host_memory.host_bytes`.
     """
     timeline = timeline_of(placed, works_of(placed))
     device, host = placed.device_bytes, placed.host_bytes
