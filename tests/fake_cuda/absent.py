@@ -19,6 +19,7 @@ from cotrain_compile.capture.offline.absent_card import absent_card, card_for
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.graph import StepGraph
 from tests.fake_cuda import steps_of_images, steps_of_text
+from tests.fake_cuda.absent_library import compile_once
 from tests.fake_cuda.cells import Cell, Result, run_cell
 from tests.fake_cuda.steps import STEPS
 
@@ -48,6 +49,7 @@ def traced(cell: Cell) -> StepGraph | Exception:
 
 def main() -> None:
     """A line of output for each cell, in their order."""
+    compile_once()
     for result in run([Cell(**cell) for cell in json.load(sys.stdin)]):
         print("RESULT", json.dumps(asdict(result)), flush=True)
 

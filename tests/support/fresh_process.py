@@ -11,6 +11,8 @@ from functools import cache
 from multiprocessing import get_context
 from typing import TypeVar
 
+from tests.fake_cuda.absent_library import compile_once
+
 T = TypeVar("T")
 
 
@@ -21,4 +23,4 @@ def run_fresh(function: Callable[..., T], *arguments: object) -> T:
 
 @cache
 def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=compile_once)

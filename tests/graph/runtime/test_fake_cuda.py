@@ -136,6 +136,7 @@ def test_a_step_for_a_card_goes_through_to_its_segments(
 
 TRACED = """
 import torch, cotrain_compile
+from tests.fake_cuda.absent_library import compile_once
 from cotrain_compile.errors import OptionError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -157,6 +158,7 @@ def norms_of_ranks():
 
     return step, (torch.randn(6, 4),)
 
+compile_once()
 traced = cotrain_compile.trace(lambda: job("AdamW", "float16 scaled"), machine="h100")
 print("TRACED", traced.fingerprint, sep="/")
 def as_the_user_says():
