@@ -1,6 +1,6 @@
 """What stands for an absent card, compiled once for all processes of the tests that trace for one.
 
-The cache of the product is off in tests, as it would hide what finds a plan; its own test has it on.
+The product's own cache is off in tests, as it would hide what finds a plan.
 """
 
 from __future__ import annotations

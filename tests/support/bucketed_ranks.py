@@ -52,7 +52,7 @@ def _train(rank: int, sharded: bool, options: Mapping[str, Any]) -> Left:
     torch._dynamo.reset()
     torch.manual_seed(3)
     layers: list[nn.Module] = []
-    for _ in range(3):
+    for _ in range(2):
         norm = nn.LayerNorm(WIDTH) if sharded else nn.BatchNorm1d(WIDTH)
         layers += [nn.Linear(WIDTH, WIDTH), norm, nn.ReLU()]
     made = nn.Sequential(*layers)

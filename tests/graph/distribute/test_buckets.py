@@ -141,6 +141,7 @@ def test_two_ranks_find_the_same_bits_in_a_bucket(
     _check(two_ranks.run(one_by_one_and_in_buckets, sharded), kinds, 0.0)
 
 
+@pytest.mark.long
 def test_three_ranks_find_the_same_up_to_the_order_of_a_sum(three_ranks: Ranks) -> None:
     kinds = {"all_reduce", "broadcast"}
     _check(three_ranks.run(one_by_one_and_in_buckets, False), kinds, 1e-6)
