@@ -221,6 +221,7 @@ def check_equal_but_counters(found: list[Trained]) -> None:
                 torch.testing.assert_close(value, reference.state[name], rtol=1e-4, atol=ATOL)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_the_example_goes_on_from_a_checkpoint_of_one_process(
     two_ranks: Ranks, tmp_path: Path

@@ -12,7 +12,9 @@ from tests.support.ranks import Ranks
 
 
 def trained(rank: int, folder: Path) -> Any:
-    return example("replicas").train(3, "150KiB", "by-layer", folder / "model.pt")
+    code = example("replicas")
+    code.MICRO_BATCHES = 2  # each of them is traced
+    return code.train(3, "150KiB", "by-layer", folder / "model.pt")
 
 
 def test_micro_batches_by_layer_train_as_one_process_does(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_eager_and_compiled_steps_of_one_model_take_turns(two_ranks: Ranks) -> N
 def test_policies_and_replicas_are_those_of_fully_shard(two_ranks: Ranks, kind: str) -> None:
     # Eager adds up both gradients of a tied weight in bfloat16, before it reduces them.
     rounding = 1e-3 if "low" in kind else 2e-6
-    eager = two_ranks.run(train, Training(kind))
-    for found in two_ranks.run(train, Training(kind, options={})):
+    eager = two_ranks.run(train, Training(kind, bare=True))
+    for found in two_ranks.run(train, Training(kind, options={}, bare=True)):
         assert furthest(found, eager[0]) < rounding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,18 +28,19 @@ ROUNDING = 2e-6
 
 def test_parts_of_unequal_size_are_planned_on_each_rank_for_itself(three_ranks: Ranks) -> None:
     """Eight rows on three ranks: collectives keep the step's order whatever each rank moves."""
-    uneven = Training("fully_shard", "clipped", "adamw", {"memory_budget": 5000}, size=8)
-    eager = three_ranks.run(train, Training("fully_shard", "clipped", "adamw", size=8))
-    for found in three_ranks.run(train, uneven):
+    uneven = Training("fully_shard", "clipped", "adamw", size=8, bare=True)
+    eager = three_ranks.run(train, uneven)
+    for found in three_ranks.run(train, replace(uneven, options={"memory_budget": 5000})):
         assert found.plan["host updates"] > 0
         assert max(found.measured_peak, found.predicted_peak) <= 5000
         assert furthest(found, eager[0]) < ROUNDING
 
 
 def test_an_update_that_needs_the_whole_matrix_gets_it(two_ranks: Ranks) -> None:
-    eager = two_ranks.run(train, Training("fully_shard", optimizer="muon"))
+    whole_matrices = Training("fully_shard", optimizer="muon", bare=True)
+    eager = two_ranks.run(train, whole_matrices)
     budget = {"memory_budget": 15_000}
-    for found in two_ranks.run(train, Training("fully_shard", optimizer="muon", options=budget)):
+    for found in two_ranks.run(train, replace(whole_matrices, options=budget)):
         assert found.plan["transfers"] > 0
         assert furthest(found, eager[0]) < ROUNDING
 

@@ -85,16 +85,13 @@ CELLS: dict[tuple[str, str], dict[str, Any]] = {
     }.items()
     for policy in POLICIES
 }
-# Every policy, and every training; the traces that `trace` is compared with.
+# Policies, kernels and trainings; the trace that `trace` is compared with.
 IN_EVERY_RUN = {
     ("readme", "streamed"),
     ("every optimizer", "zero-offload"),
     ("flex", "auto"),
     ("flash package, packed", "zero-offload"),
     ("llama, flash_attention_2", "auto"),
-    ("float32", "zero-offload"),
-    ("bfloat16 weights", "resident"),
-    ("bfloat16 autocast", "auto"),
     ("float16 scaled", "resident"),
     ("bfloat16 autocast, flash in a not reentrant checkpoint, respect, dropout 0.0", "auto"),
     ("float32, efficient in a reentrant checkpoint, respect, dropout 0.125", "zero-offload"),

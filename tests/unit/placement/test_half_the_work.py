@@ -17,7 +17,9 @@ from tests.support.random_problems import PLENTY, least_bytes, resident_bytes, w
 LITTLE = 1.03
 
 
-@pytest.mark.parametrize(("share", "most_s"), [(0.1, 0.0388), (0.3, 0.0300)])
+@pytest.mark.parametrize(
+    ("share", "most_s"), [pytest.param(0.1, 0.0388, marks=pytest.mark.long), (0.3, 0.0300)]
+)
 def test_plans_of_a_small_gpt_are_found_with_half_the_work(share: float, most_s: float) -> None:
     """With the whole they are at most 3 % slower than was found once."""
     step = load(Path("tests/problems/gpt.json"), Dataflow)
