@@ -17,10 +17,10 @@ def compile_once() -> None:
     compile_anew = absent_card._compile
     told = [absent_card.SOURCE.read_text(), absent_card.HEADER.read_text(), *absent_card.FLAGS]
 
-    def hand_out(compiler: str, made: Path) -> None:
+    def hand_out(name: str, made: Path) -> None:
         def build(target: Path) -> None:
             aside = target.with_suffix(".tmp")
-            compile_anew(compiler, aside)
+            compile_anew(name, aside)
             aside.replace(target)
 
         shutil.copy(built("absent_card.so", told, build), made)
