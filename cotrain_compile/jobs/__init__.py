@@ -95,15 +95,22 @@ def _built(
 
 def _refuse_arguments(build: Callable[..., Any], job: str) -> None:
     """Raise `OptionError` where `build` wants arguments, as the step itself does."""
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
+    if lacking := _refusal(build):
         raise OptionError(
-            f"job {job!r}: it is called without arguments, but {error}; name a function that "
+            f"job {job!r}: it is called without arguments, but {lacking}; name a function that "
             "returns (step, arguments)"
-        ) from None
+        )
+
+
+def _refusal(function: Callable[..., Any], *arguments: object) -> str:
+    """Why `function` cannot be called with `arguments`; empty where it can, or does not say."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
     except ValueError:  # a callable that does not say what it takes
-        return
+        return ""
+    return ""
 
 
 def _ended(error: SystemExit, job: str, path: Path) -> OptionError:
@@ -125,5 +132,10 @@ def _checked(built: object, job: str) -> tuple[Callable[..., Any], tuple[Any, ..
     if isinstance(built, tuple) and len(built) == 2:
         step, arguments = built
         if callable(step) and isinstance(arguments, tuple):
+            if lacking := _refusal(step, *arguments):
+                raise OptionError(
+                    f"job {job!r}: its step cannot be called with the {len(arguments)} arguments "
+                    f"that it returns: {lacking}"
+                )
             return step, arguments
     raise OptionError(f"job {job!r} must return (step, arguments), a function and a tuple")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import CotrainError, OptionError
 from cotrain_compile.jobs import OptimizerName, Precision
 
 MAX_NORM = 1.0
@@ -36,17 +36,18 @@ def config_job(
     usual one: next-token loss of `batch` sequences of `length` tokens, norm clipped to 1. With
     "bf16-mixed" parameters are float32 and the forward runs under autocast.
 
-    Raises `OptionError` without transformers, and where there is no such configuration or no causal
-    language model for it.
+    Raises `OptionError` without transformers, and where there is no such configuration, no causal
+    language model for it, or none of its numbers.
     """
     built_for = _read(config)
-    most = getattr(built_for, "max_position_embeddings", None)
+    text = built_for.get_text_config()  # of a model that also reads images, what reads text
+    most = getattr(text, "max_position_embeddings", None)
     if most is not None and length > most:
         raise OptionError(f"--length {length}: {config} has positions for {most} tokens")
 
     def build() -> tuple[Callable[[Tensor], Tensor], tuple[Tensor]]:
         model = _model(config, built_for, torch.bfloat16 if precision == "bf16" else torch.float32)
-        tokens = torch.randint(0, built_for.vocab_size, (batch, length))
+        tokens = torch.randint(0, text.vocab_size, (batch, length))
         made = _OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
         return _step(model, made, mixed=precision == "bf16-mixed"), (tokens,)
 
@@ -83,10 +84,13 @@ def _read(config: str) -> Any:
     try:
         return AutoConfig.from_pretrained(config)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise OptionError(
             f"{config!r} is neither a job, as job.py:build, nor a configuration that transformers "
-            f"can read, as llama/config.json: {reason}"
+            f"can read, as llama/config.json: {_words(error)}"
+        ) from error
+    except Exception as error:  # its classes compute with what they read, and raise what comes
+        raise OptionError(
+            f"{config}: transformers cannot read this configuration: {_words(error)}"
         ) from error
 
 
@@ -97,9 +101,21 @@ def _model(config: str, built_for: Any, dtype: torch.dtype) -> nn.Module:
     language_models: Any = AutoModelForCausalLM  # its methods have no annotations
     try:
         model: nn.Module = language_models.from_config(built_for, dtype=dtype)
-    except ValueError as error:
+    except CotrainError:
+        raise
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise OptionError(
+                f"{config}: transformers has no causal language model for the type "
+                f"{built_for.model_type!r}; write its step in a job, as job.py:build"
+            ) from error
         raise OptionError(
-            f"{config}: transformers has no causal language model for the type "
-            f"{built_for.model_type!r}; write its step in a job, as job.py:build"
+            f"{config}: transformers cannot build a model of these numbers: {_words(error)}"
         ) from error
     return model.train()
+
+
+def _words(error: Exception) -> str:
+    """What an error of transformers says, on one line, with its kind where that is all it says."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"

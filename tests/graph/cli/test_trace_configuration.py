@@ -22,6 +22,7 @@ CONFIG = {
     "vocab_size": 100,
     "max_position_embeddings": 16,
 }
+TOO_FEW = "def too_few(): return (lambda x, y: x), (1,)"
 # 2 * 100 * 32 of embedding and head, 4 * 32 * 32 + 3 * 32 * 64 of the layer, 3 * 32 of norms.
 PARAMETERS = 16_736
 
@@ -30,7 +31,11 @@ PARAMETERS = 16_736
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "vit.json").write_text('{"model_type": "vit"}')
-    (tmp_path / "job.py").write_text("def build(): ...")
+    (tmp_path / "words.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+    (tmp_path / "zero.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    negative = {**CONFIG, "intermediate_size": -64}
+    (tmp_path / "negative.json").write_text(json.dumps(negative))
+    (tmp_path / "job.py").write_text("def build(): ...\n" + TOO_FEW)
     return tmp_path
 
 
@@ -56,6 +61,10 @@ def test_the_usual_step_of_a_configuration_is_traced(folder: Path) -> None:
         ("config.json", ("--length", "17"), "--length 17: .*has positions for 16 tokens"),
         ("absent.json", (), "there is no such file"),
         ("vit.json", ("--length", "16"), "no causal language model for the type 'vit'"),
+        ("words.json", (), "cannot read this configuration: .*'hidden_size'"),
+        ("zero.json", (), "cannot read this configuration: ZeroDivisionError"),
+        ("negative.json", ("--length", "16"), "cannot build a model of these numbers: .*negative"),
+        ("job.py:too_few", (), "with the 1 arguments .* missing a required argument: 'y'"),
         ("job.py:build", ("--batch", "2"), "--batch: for configurations only"),
     ],
 )
