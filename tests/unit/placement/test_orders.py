@@ -136,9 +136,9 @@ def test_parameters_written_between_micro_batches_keep_the_order() -> None:
 # Plans.
 
 
-def eight(budget_mib: int) -> Problem:
+def eight(budget_mib: int, training: Training = EIGHT) -> Problem:
     """Four blocks with parameters of 16 MiB each, eight micro-batches."""
-    step = in_larger(blocks(4, EIGHT))
+    step = in_larger(blocks(4, training))
     budgets = {Tier.DEVICE: budget_mib * MIB, Tier.HOST: 1 << 40}
     return formulate(step, find("rtx4090"), budgets)
 
@@ -161,11 +161,11 @@ def solved(problem: Problem, order: str, *, recompute: bool = True) -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Problem:
-    return eight(90)
+    return eight(90, Training(micro_batches=4))
 
 
 def test_each_streamed_weight_moves_once_a_pass(tight: Problem) -> None:
-    """Eight micro-batches, weights that do not fit: one copy for the forward, one for the backward,
+    """Four micro-batches, weights that do not fit: one copy for the forward, one for the backward,
     and one more of what is updated on the device."""
     plan = solved(tight, "by-layer")
     params = [b.name for b in tight.dataflow.buffers if b.role is Role.PARAM]

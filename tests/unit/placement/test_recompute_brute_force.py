@@ -209,7 +209,7 @@ def every_placement(problem: Problem) -> Iterator[Placement]:
                 yield space.placement("all", Decisions(stays, away))
 
 
-@pytest.mark.parametrize("link", [1, 8])
+@pytest.mark.parametrize("link", [1, pytest.param(8, marks=pytest.mark.long)])
 def test_what_is_found_is_the_best_of_all_plans(link: float) -> None:
     problem = between(two_blocks(), with_link(link * GB_PER_S), 0.3)
     best = best_of(problem, every_placement(problem))

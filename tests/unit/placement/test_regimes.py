@@ -226,7 +226,8 @@ def test_the_program_alone_finds_the_best_prefix(harmony: dict[str, Any], microb
     assert plan.predicted.makespan_s <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("microbatch", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("microbatch", ["1", "2"])
 def test_where_the_host_is_busy_all_along_only_the_first_layers_matter(
     harmony: dict[str, Any], microbatch: str
 ) -> None:

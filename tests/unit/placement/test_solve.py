@@ -217,23 +217,34 @@ def test_autotms_variants_are_nested(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
+def test_every_kind_of_step_is_solved_and_reported_in_the_least_memory(name: str) -> None:
+    """Where the careful program is loose."""
+    solve_and_look(name, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "mixed" else pytest.param(name, marks=pytest.mark.long) for name in STEPS],
+)
 def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
-    """Also in the least memory there is, where the careful program is loose."""
-    for share in (0.0, 0.6):
-        problem = problem_of(STEPS[name], share)
-        plan = solve(problem, SolveSettings(work_limit=1))
-        check(problem, plan)
-        report = report_of(plan)
-        step_s = plan.predicted.makespan_s
-        assert report.solver == "highs"
-        assert report.status in ("optimal", "rounded", "work limit reached")
-        assert report.seconds > 0
-        assert (report.rounds >= 1) == (report.status != "rounded")
-        assert report.simulated_s[plan.placement.policy] == pytest.approx(step_s)
-        assert step_s <= min(report.simulated_s.values()) * ROUNDING
-        assert report.gap == pytest.approx(step_s / report.lower_bound_s - 1, abs=1e-6)
-        assert (report.objective_s is None) == (report.bound_s is None)
-        assert all(math.isfinite(s) for s in (report.lower_bound_s, report.gap))
+    solve_and_look(name, 0.6)
+
+
+def solve_and_look(name: str, share: float) -> None:
+    problem = problem_of(STEPS[name], share)
+    plan = solve(problem, SolveSettings(work_limit=1))
+    check(problem, plan)
+    report = report_of(plan)
+    step_s = plan.predicted.makespan_s
+    assert report.solver == "highs"
+    assert report.status in ("optimal", "rounded", "work limit reached")
+    assert report.seconds > 0
+    assert (report.rounds >= 1) == (report.status != "rounded")
+    assert report.simulated_s[plan.placement.policy] == pytest.approx(step_s)
+    assert step_s <= min(report.simulated_s.values()) * ROUNDING
+    assert report.gap == pytest.approx(step_s / report.lower_bound_s - 1, abs=1e-6)
+    assert (report.objective_s is None) == (report.bound_s is None)
+    assert all(math.isfinite(s) for s in (report.lower_bound_s, report.gap))
 
 
 @pytest.mark.parametrize(
