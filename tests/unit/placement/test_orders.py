@@ -136,9 +136,9 @@ def test_parameters_written_between_micro_batches_keep_the_order() -> None:
 # Plans.
 
 
-def eight(budget_mib: int, training: Training = EIGHT) -> Problem:
+def eight(budget_mib: int) -> Problem:
     """Four blocks with parameters of 16 MiB each, eight micro-batches."""
-    step = in_larger(blocks(4, training))
+    step = in_larger(blocks(4, EIGHT))
     budgets = {Tier.DEVICE: budget_mib * MIB, Tier.HOST: 1 << 40}
     return formulate(step, find("rtx4090"), budgets)
 
@@ -152,8 +152,10 @@ def in_larger(step: Dataflow) -> Dataflow:
     return replace(step, buffers=tuple(buffers), ops=tuple(ops))
 
 
-def solved(problem: Problem, order: str, *, recompute: bool = True) -> Plan:
-    settings = SolveSettings(work_limit=5.0, micro_batch_order=order, recompute=recompute)
+def solved(
+    problem: Problem, order: str, *, recompute: bool = True, work_limit: float = 5.0
+) -> Plan:
+    settings = SolveSettings(work_limit=work_limit, micro_batch_order=order, recompute=recompute)
     plan = solve(problem, settings)
     check(problem, plan)
     return plan
@@ -161,13 +163,13 @@ def solved(problem: Problem, order: str, *, recompute: bool = True) -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Problem:
-    return eight(90, Training(micro_batches=4))
+    return eight(90)
 
 
 def test_each_streamed_weight_moves_once_a_pass(tight: Problem) -> None:
-    """Four micro-batches, weights that do not fit: one copy for the forward, one for the backward,
+    """Eight micro-batches, weights that do not fit: one copy for the forward, one for the backward,
     and one more of what is updated on the device."""
-    plan = solved(tight, "by-layer")
+    plan = solved(tight, "by-layer", work_limit=1.0)
     params = [b.name for b in tight.dataflow.buffers if b.role is Role.PARAM]
     times = Counter(task.buffer for task in plan.transfers if task.is_fetch)
     streamed = [name for name in params if plan.placement.homes[name] is Tier.HOST]
