@@ -104,7 +104,7 @@ LONG = pytest.mark.long
     [
         ("adamw", torch.float32, 1e-3),
         ("sgd", torch.float32, None),
-        ("two groups", torch.float32, 1e-3),
+        pytest.param("two groups", torch.float32, 1e-3, marks=LONG),
         ("adamw fused", torch.bfloat16, 1e-3),
         pytest.param("adamw", torch.float32, None, marks=LONG),
         pytest.param("sgd", torch.float32, 1e-3, marks=LONG),

@@ -20,7 +20,9 @@ TOGETHER: list[Any] = [
     ),
     {"policy": "zero-offload", "overlap_steps": True, "throttle": True},
     {"policy": "zero-offload", "overlap_steps": True, "verify": 2},
-    {"memory_budget": LESS_THAN_RESIDENT, "lowering": "inductor"},
+    pytest.param(
+        {"memory_budget": LESS_THAN_RESIDENT, "lowering": "inductor"}, marks=pytest.mark.long
+    ),
     {"memory_budget": LESS_THAN_RESIDENT, "verify": 3, "host_kernels": "captured"},
 ]
 
