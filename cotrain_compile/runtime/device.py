@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
@@ -26,17 +25,15 @@ from cotrain_compile.runtime.disk.state_files import StateFile, file_of, leave_d
 from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
+from cotrain_compile.runtime.in_flight import InFlight
 from cotrain_compile.runtime.lanes import Task, WorkerLane
 from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
-# How often a task is looked at before it is given up.
-POLLS = 10
 
-
-class Device(ABC, Runtime):
+class Device(InFlight, Runtime, ABC):
     """Runs the tasks of a placed step; one per compiled step.
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
@@ -59,8 +56,6 @@ class Device(ABC, Runtime):
     network: ThrottledNetwork | None = None
     # Reads and writes what rests on disk; None where nothing does.
     drive: Drive | None = None
-    # After how many seconds of work a task that has not ended is given up; None: never.
-    watchdog_s: float | None = None
 
     def __init__(
         self,
@@ -72,6 +67,7 @@ class Device(ABC, Runtime):
         *,
         link_threads: bool = True,
     ) -> None:
+        super().__init__()
         self.meter = meter
         self._kernels = kernels
         self._piecewise = piecewise
@@ -79,19 +75,12 @@ class Device(ABC, Runtime):
         self._lanes = {LaneName.HOST: WorkerLane(LaneName.HOST, host_workers, host_cores)}
         if link_threads:
             self._lanes |= {name: WorkerLane(name) for name in (LaneName.D2H, LaneName.H2D)}
-        self._tasks: dict[str, Task] = {}
-        self._previous: dict[str, Task] = {}
-        self._given_up = ""
         self._held = Held(self._lanes)
 
     def refuse_if_unusable(self) -> None:
         """Raise `StepFailed` where a task has been given up, and in a forked process."""
         self._lanes[LaneName.HOST].refuse_fork()
-        if self._given_up:
-            raise StepFailed(
-                f"{self._given_up} of an earlier step never ended, and may still write what it "
-                "was to write; go on from the last checkpoint in a new process"
-            )
+        self.refuse_if_given_up()
 
     def start_step(self, *, again: bool = False) -> None:
         """Begin a new step: what is in flight is of the step before, peaks count from here.
@@ -125,58 +114,11 @@ class Device(ABC, Runtime):
             if task.error is not None or not task.done.is_set():
                 self._await(task)
 
-    def wait_previous(self, tasks: Sequence[str]) -> None:
-        for name in tasks:
-            if name in self._previous:
-                self._await(self._previous[name])
-
-    def _await(self, task: Task) -> None:
-        self._end_of(task)
-        if task.error is not None:
-            # What failed first: the error of a task is also that of those that come after it.
-            known = (*self._previous.values(), *self._tasks.values())
-            first = next(t for t in known if t.error is task.error)
-            raise StepFailed(f"{first.name} failed: {task.error}") from task.error
-
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
         self._held.hand_over()
         for task in (*self._previous.values(), *self._tasks.values()):
             self._end_of(task)
-
-    def _end_of(self, task: Task) -> None:
-        """Return when `task` has ended, or has been given up with what it waits for."""
-        poll_s = None if self.watchdog_s is None else self.watchdog_s / POLLS
-        polls, at_work = 0, None
-        while not task.done.wait(poll_s):
-            # Counted, not timed: a process that was stopped for a while finds its tasks late.
-            known = (*self._previous.values(), *self._tasks.values())
-            started = [t for t in known if t.started and not t.done.is_set()]
-            now_at_work = min(started, key=lambda t: t.start_s, default=task)
-            polls = polls + 1 if now_at_work is at_work else 1
-            at_work = now_at_work
-            if polls > POLLS:
-                self._give_up(at_work)
-
-    def _give_up(self, stuck: Task) -> None:
-        """Let every task in flight fail; none that has not begun will."""
-        self._given_up = stuck.name
-        error = TimeoutError(
-            f"{stuck.name} was still at work on lane {stuck.lane} after {self.watchdog_s:g} s, "
-            "when the option watchdog_s gave it up; go on from the last checkpoint in a new process"
-        )
-        for task in (stuck, *self._previous.values(), *self._tasks.values()):
-            if not task.done.is_set():
-                task.give_up(error)
-
-    def tasks(self, *, previous: bool = False) -> Mapping[str, Task]:
-        """The tasks started in this step, or in the one before, by name."""
-        return self._previous if previous else self._tasks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a task is in flight."""
-        return not all(task.done.is_set() for task in self._tasks.values())
 
     @property
     def gate(self) -> Gate | None:
@@ -189,10 +131,6 @@ class Device(ABC, Runtime):
         for kernel in self._kernels.values():
             if isinstance(kernel, Confirm):
                 kernel.speculation.take_back()
-
-    def forget(self) -> None:
-        """Let go of all tasks, which have ended: the next step finds none before it."""
-        self._previous, self._tasks = {}, {}
 
     def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
         return self._copy_afresh(LaneName.D2H, Tier.HOST, source, launch)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.runtime.device import POLLS
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
+from cotrain_compile.runtime.in_flight import POLLS
 from cotrain_compile.runtime.lanes import Task, WorkerLane
 from tests.graph.runtime.test_cuda_runtime import Placed, streamed_plan
 from tests.support.captured_steps import captured, differences
