@@ -159,9 +159,10 @@ def counted_bytes() -> int:
 
 def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All figures of one training on disk, and its comparison with one in memory."""
-    weights = 4 * WIDTH * WIDTH * LAYERS
     before = counted_bytes()
-    training = Training(disk=str(folder), host_memory_budget=weights + HELD_BESIDE)
+    training = Training(
+        disk=str(folder), host_memory_budget=4 * WIDTH * WIDTH * LAYERS + HELD_BESIDE
+    )
     training.train(0)
     with Resident() as resident:
         compiled = cotrain_compile.inspect(training.step)
@@ -187,10 +188,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
     moved = 2 * sum(file.nbytes for each in own for file in each)
     del scratch, rooms
     torch._dynamo.reset()
-    reference = Training()
-    for number in range(max(STEPS, rounds + 1)):
-        reference.train(number)
-    pairs = zip(training.tensors, reference.tensors, strict=True)
+    pairs = zip(training.tensors, in_memory(max(STEPS, rounds + 1)), strict=True)
     updates_s, drive_s = statistics.median(update_s), statistics.median(plain_s)
     predicted_s = updating_s(plan.predicted)
     assert compiled.measured is not None
@@ -219,6 +217,14 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
             for a, b, c in zip(step_s, update_s, plain_s, strict=True)
         ],
     }
+
+
+def in_memory(steps: int) -> Sequence[torch.Tensor]:
+    """What the same training leaves with everything in memory."""
+    reference = Training()
+    for number in range(steps):
+        reference.train(number)
+    return reference.tensors
 
 
 def table(result: Mapping[str, Any]) -> str:

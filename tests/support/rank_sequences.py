@@ -209,23 +209,23 @@ class _Player:
             self._load(here, alone)
             return self._from_twin
         if what == "edit":
-            with torch.no_grad():
-                _local(first).add_(0.01 if here else 0.0)
-            if not (alone and self.is_replica):
-                self._twin_from_ranks()
-            return self._from_twin
+            return self._edit([first], 0.01 if here else 0.0, alone)
         if what == "edit a state":
             states = [self.optimizer.state.get(param, {}) for param in self.model.parameters()]
             moments = [state["exp_avg"] for state in states if "exp_avg" in state]
-            for moment in moments:
-                with torch.no_grad():
-                    _local(moment).add_(0.1 if here else 0.0)
-            if not (alone and self.is_replica):
-                self._twin_from_ranks()
-            return self._from_twin if moments else None
+            return self._edit(moments, 0.1 if here else 0.0, alone)
         if what == "skip" and act.on is not None:
             self.batches[act.on] += 1
         return None
+
+    def _edit(self, tensors: Sequence[Tensor], by: float, alone: bool) -> Any:
+        """Add to this rank's part of `tensors`; what undoes it."""
+        for tensor in tensors:
+            with torch.no_grad():
+                _local(tensor).add_(by)
+        if not (alone and self.is_replica):
+            self._twin_from_ranks()
+        return self._from_twin if tensors else None
 
     def _must_fail(self, act: Act, here: bool, late: bool) -> str:
         """Every rank ends with an error, at the second call if it is `late`."""

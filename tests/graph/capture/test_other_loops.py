@@ -209,18 +209,20 @@ def test_qlora_in_the_trainer(bits: int, tmp_path: Path) -> None:
 # Recipes and trainers that own a loop: the body of it, called on an object with what it reads.
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_the_loop_of_a_recipe_of_torchtune(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune, llama = module("torchtune.training"), module("torchtune.models.llama3_2")
-    adapters = module("torchtune.modules.peft")
+def recipe_of_torchtune(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A recipe as a module: it is a file beside the package."""
     path = Path(module("torchtune").__file__).parents[1] / "recipes"
-    spec = importlib.util.spec_from_file_location("recipe", path / "lora_finetune_single_device.py")
+    spec = importlib.util.spec_from_file_location("recipe", path / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "recipe", recipe)
     spec.loader.exec_module(recipe)
-    loss_step = recipe.LoRAFinetuneRecipeSingleDevice._loss_step
+    return recipe
+
+
+def model_of_torchtune(lora: bool) -> Any:
+    llama, adapters = module("torchtune.models.llama3_2"), module("torchtune.modules.peft")
     shape = {
         "vocab_size": 64,
         "num_layers": 2,
@@ -230,19 +232,24 @@ def test_the_loop_of_a_recipe_of_torchtune(lora: bool, monkeypatch: pytest.Monke
         "max_seq_len": 64,
         "intermediate_dim": 64,
     }
+    if not lora:
+        return llama.llama3_2(**shape)
+    made = llama.lora_llama3_2(
+        lora_attn_modules=["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **shape
+    )
+    adapters.set_trainable_params(made, adapters.get_adapter_params(made))
+    return made
 
-    def model_of() -> Any:
-        if not lora:
-            return llama.llama3_2(**shape)
-        made = llama.lora_llama3_2(
-            lora_attn_modules=["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **shape
-        )
-        adapters.set_trainable_params(made, adapters.get_adapter_params(made))
-        return made
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_the_loop_of_a_recipe_of_torchtune(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = module("torchtune.training")
+    recipe = recipe_of_torchtune("lora_finetune_single_device", monkeypatch)
+    loss_step = recipe.LoRAFinetuneRecipeSingleDevice._loss_step
 
     def losses(compiled: Callable[[Step], Step]) -> list[float]:
         torch.manual_seed(0)
-        model, loss_fn = model_of(), nn.CrossEntropyLoss()
+        model, loss_fn = model_of_torchtune(lora), nn.CrossEntropyLoss()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
         its = SimpleNamespace(
