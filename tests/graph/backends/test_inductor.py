@@ -57,13 +57,14 @@ def place_lowered(name: str, plan: Plan) -> CompiledStep:
     return CompiledStep(problem, plan, placed, device, lowered)
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.long), 0.7])
+@pytest.mark.long  # compiles C++
+@pytest.mark.parametrize("share", [0.0, 0.7])
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
         ("clipped", 1),
-        pytest.param("autocast", 1, marks=pytest.mark.long),
-        *(pytest.param(n, s, marks=pytest.mark.long) for n in ROUNDING for s in range(2, 6)),
+        ("autocast", 1),
+        *((name, seed) for name in ROUNDING for seed in range(2, 6)),
     ],
 )
 def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(

@@ -102,7 +102,7 @@ def test_a_window_longer_than_the_sequence_hides_nothing() -> None:
     "build",
     [
         job(llama, "attention_mask"),
-        job(llama, "position_ids"),
+        pytest.param(job(llama, "position_ids"), marks=pytest.mark.long),
         job(lambda: mistral(LENGTH // 2)),
     ],
     ids=["padding", "packed sequences", "sliding window"],

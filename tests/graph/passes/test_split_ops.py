@@ -35,7 +35,7 @@ from tests.support.steps import compiling_with, cotrain
 
 STEPS = 20
 # Each of the others has one thing that `everything` has too.
-SHORT = ("plain", "everything", "shifted", "micro-batches")
+SHORT = ("everything", "shifted", "micro-batches")
 NAMES = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.long]) for n in LANGUAGE_MODELS],
@@ -166,7 +166,7 @@ def test_an_mlp_is_a_region_with_a_place_in_the_forward_and_one_in_the_backward(
 
 
 @NAMES
-@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 3, 5])
 def test_the_graph_becomes_what_the_dataflow_becomes(name: str, parts: int) -> None:
     step, dataflow = captured(name)[0], dataflow_of(name)
     plan = plan_of(dataflow, parts)
