@@ -86,7 +86,10 @@ MODELS = [tuple(sorted(LAYERS)[first::3]) for first in range(3)]
 @pytest.mark.parametrize("kinds", MODELS, ids=range(3))
 @pytest.mark.parametrize(
     ("autocast", "remat"),
-    [(True, True), (False, False), pytest.param(True, False, marks=pytest.mark.long)],
+    [
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((False, False), (True, False))),
+    ],
 )
 def test_traced_values_are_those_of_the_kernels(
     kinds: tuple[str, ...], autocast: bool, remat: bool

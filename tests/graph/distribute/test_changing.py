@@ -26,6 +26,7 @@ def test_a_schedule_and_another_batch_size_go_on_with_shards(two_ranks: Ranks) -
     check(two_ranks, ("fully_shard", "shard"), {"memory_budget": BUDGET}, ROUNDING)
 
 
+@pytest.mark.long  # what a user's checkpoint makes again is every run's in `test_ddp`
 def test_values_that_a_plan_makes_again_are_the_same_under_ddp(two_ranks: Ranks) -> None:
     """Nothing can go to the host: only what is made again gives memory."""
     for again, apart in two_ranks.run(made_again):

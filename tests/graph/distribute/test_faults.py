@@ -16,7 +16,10 @@ from tests.support.faults_of_ranks import Fault, inject
 SPARE_S = 20.0
 # A rank that is gone is seen at its neighbours' connections; one that hangs only by the timeout.
 FEW = [
-    Fault("exit", "before an exchange", "ddp", ranks=3, number=1, timeout_s=30),
+    pytest.param(
+        Fault("exit", "before an exchange", "ddp", ranks=3, number=1, timeout_s=30),
+        marks=pytest.mark.long,
+    ),
     Fault("hang", "after an exchange began", "shard", number=1, timeout_s=8),
 ]
 LINE = r"/faults_of_ranks\.py:\d+ in step: `.*`"

@@ -204,6 +204,7 @@ def test_a_step_in_which_one_rank_fails_is_none_and_all_go_on(two_ranks: Ranks) 
     check_equal_but_counters([first.trained, last.trained])
 
 
+@pytest.mark.long
 def test_what_was_fetched_for_turns_that_fail_is_let_go(two_ranks: Ranks) -> None:
     first, last = two_ranks.run(failing_stages.overruns_and_goes_on, SWAPPED)
     assert first[0].startswith("RanksApart: rank 1: failed: OutOfDeviceMemory: ")

@@ -22,6 +22,7 @@ def check(found: list[Trained], reference: Trained) -> None:
                 torch.testing.assert_close(value, reference.state[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long  # stages and replicas are each every run's alone
 def test_replicas_of_stages_train_as_one_process(four_ranks: Ranks) -> None:
     """Clipped by the norm of the whole model, each of whose stages counts once."""
     found = four_ranks.run(trained, PLAN, True)
