@@ -61,12 +61,14 @@ from cotrain_compile.capture.dynamo.missing_rules import (
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
+from cotrain_compile.capture.dynamo.reads_of_settings import settings_read_at_once
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
+from cotrain_compile.capture.dynamo.walks_of_parameters import parameters_walked
 from cotrain_compile.capture.dynamo.wrappers import without_hook
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 
@@ -112,6 +114,8 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             class_names_traced(),
             repeated_arguments_traced(),
             checkpoint_effects_traced(session),
+            settings_read_at_once(),
+            parameters_walked(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(methods_by_name())
