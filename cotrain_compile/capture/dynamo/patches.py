@@ -40,6 +40,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
+from cotrain_compile.capture.dynamo.alike_accumulations import accumulated_once_a_kind
 from cotrain_compile.capture.dynamo.alike_updates import grouped_at_once, traced_once_a_kind
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
@@ -122,6 +123,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())
+        stack.enter_context(accumulated_once_a_kind())
         stack.enter_context(backward_traced(session))
         stack.enter_context(means_traced(session))
         stack.enter_context(gathering_traced(session))

@@ -82,7 +82,7 @@ class _Walk:
     def _visit(self, module: Any, methods: Sequence[str] = _OF_EACH) -> None:
         if not isinstance(module, UnspecializedNNModuleVariable):
             raise _UnknownError
-        value: nn.Module = module.value
+        value: Any = module.value
         if id(value) in self.modules:
             return
         self.modules.add(id(value))
