@@ -71,7 +71,10 @@ def to_aten(
         return run
 
     def lowered(
-        part: fx.GraphModule, first: Callable[[fx.GraphModule], None], also: tuple[object, ...]
+        part: fx.GraphModule,
+        values: Sequence[Any],
+        first: Callable[[fx.GraphModule], None],
+        also: tuple[object, ...],
     ) -> Callable[..., Any]:
         def prepare(graph: fx.GraphModule) -> Checkpoints:
             first(graph)
@@ -81,8 +84,8 @@ def to_aten(
         with lowering_counted(len(part.graph.nodes)):
             return lower_once(
                 part,
-                example_inputs,
-                partial(_by_aot, part, example_inputs),
+                values,
+                partial(_by_aot, part, values),
                 prepare,
                 run_whole,
                 (*settings, *also),

@@ -5,9 +5,8 @@ what its tensors look like. Here the body is traced for the first parameter of e
 puts into Dynamo's graph is put there again for the others, in their order.
 
 Private torch API used: `ListVariable`, `LazyVariableTracker`, `TensorVariable`, `ValueMutationNew`,
-`FakeTensor`, the `_single_tensor_*` functions of `torch.optim`, `no_dispatch`,
-`OutputGraph.graph`. Reason: Dynamo follows each turn of a loop as if it had seen none. Tried on
-torch 2.13.0.
+the `_single_tensor_*` functions of `torch.optim`, `OutputGraph.graph`. Reason: Dynamo follows each
+turn of a loop as if it had seen none. Tried on torch 2.13.0.
 
 One group: tensors that are all of one device and type are grouped at once in a trace.
 
@@ -21,29 +20,28 @@ them decide how a call is traced. Tried on torch 2.13.0.
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.node import map_arg
-from torch.utils._mode_utils import no_dispatch
 
-TRIED = ("2.13.",)
+from cotrain_compile.capture.dynamo.copied_calls import (
+    TRIED,
+    Traced,
+    look_of,
+    look_of_value,
+    nodes_behind,
+)
+
 # Functions that update parameter after parameter, from lists with an entry for each of them.
 _LOOPS = frozenset(
     value
@@ -97,7 +95,7 @@ def _have_one_dtype(items: Sequence[Any]) -> bool:
 
 def _trace_columns(output: Any, arguments: Sequence[Any], trace: Trace) -> Any:
     """Trace a loop column by column, or copy what a column of the same look has made."""
-    made: dict[object, _Traced] = {}
+    made: dict[object, Traced] = {}
     result = None
     lists = [given for given in arguments if isinstance(given, ListVariable) and given.items]
     for place, column in enumerate(zip(*(given.items for given in lists), strict=True)):
@@ -110,7 +108,9 @@ def _trace_columns(output: Any, arguments: Sequence[Any], trace: Trace) -> Any:
         singles = [_single(given, place) for given in arguments]
         result = trace(singles)
         changed = _put_back(output, arguments, singles, place)
-        traced = _Traced(output.graph, [item.realize() for item in tensors], _behind(output, last))
+        traced = Traced(
+            output.graph, [item.realize() for item in tensors], nodes_behind(output.graph, last)
+        )
         if None not in look and not changed and traced.may_be_copied():
             made[look] = traced
     return result
@@ -141,9 +141,8 @@ def _look_before(item: Any) -> object:
     if _is_none(item):
         return "none"
     if isinstance(item, LazyVariableTracker) and not item.is_realized():
-        return _look(item.peek_value())
-    item = item.realize()
-    return _look(_value(item)) if type(item) is TensorVariable else None
+        return look_of_value(item.peek_value())
+    return look_of(item.realize())
 
 
 def _is_none(item: Any) -> bool:
@@ -151,122 +150,6 @@ def _is_none(item: Any) -> bool:
     if isinstance(item, LazyVariableTracker) and not item.is_realized():
         return item.peek_value() is None
     return bool(item.is_python_constant()) and item.as_python_constant() is None
-
-
-def _look(value: object) -> object:
-    """What the update may ask of a tensor; None of what is no plain one."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    if any(not isinstance(size, int) for size in value.shape):
-        return None
-    return (
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.is_conj(),
-        value.is_neg(),
-    )
-
-
-def _value(variable: Any) -> Any:
-    return variable.as_proxy().node.meta["example_value"]
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """The update of one parameter: its tensors in the lists, and the nodes `made` of them."""
-
-    graph: fx.Graph
-    column: Sequence[Any]
-    made: Sequence[fx.Node]
-
-    @cached_property
-    def order(self) -> Sequence[int]:
-        """The entries in the order in which they became inputs of the graph."""
-        place = {node: i for i, node in enumerate(self.graph.find_nodes(op="placeholder"))}
-        mine = [item.as_proxy().node for item in self.column]
-        return sorted(range(len(mine)), key=lambda i: place.get(mine[i], -1))
-
-    def inputs_like(self, column: Sequence[Any]) -> list[fx.Node] | None:
-        """The nodes of other entries, made inputs in the order of these; None if they differ."""
-        realized = {i: column[i].realize() for i in self.order}
-        mine = [item.as_proxy().node for item in self.column]
-        others = [realized[i] for i in range(len(mine))]
-        if any(type(item) is not TensorVariable for item in others):
-            return None
-        nodes = [item.as_proxy().node for item in others]
-        looks = ([_look(n.meta["example_value"]) for n in some] for some in (mine, nodes))
-        same = next(looks) == next(looks)
-        return nodes if same and len(set(nodes)) == len(nodes) else None
-
-    def may_be_copied(self) -> bool:
-        """Whether what was made are calls, in memory of their own or all of that of an input."""
-        if any(type(item) is not TensorVariable for item in self.column):
-            return False
-        values = [_value(item) for item in self.column]
-        given, memory = {id(value) for value in values}, {_storage(value) for value in values}
-        for node in self.made:
-            value = node.meta.get("example_value")
-            if node.op not in ("call_function", "call_method"):
-                return False
-            if node.target is operator.setitem or _is_of_settings(node):
-                continue
-            if type(value) is not FakeTensor:
-                return False
-            if _storage(value) in memory and id(value) not in given:
-                return False
-        return len(memory) == len(values)
-
-    def copy_for(self, inputs: Sequence[fx.Node]) -> None:
-        """Add the nodes that were made to the graph again, of other `inputs`."""
-        of = [item.as_proxy().node for item in self.column]
-        new = dict(zip(of, inputs, strict=True))
-        values = {id(a.meta["example_value"]): b.meta["example_value"] for a, b in new.items()}
-        for node in self.made:
-            added = self.graph.create_node(
-                node.op,
-                node.target,
-                map_arg(node.args, lambda n: new.get(n, n)),
-                map_arg(node.kwargs, lambda n: new.get(n, n)),
-                node.name.rstrip("0123456789").rstrip("_") or node.name,
-                node.type,
-            )
-            added.meta = copy.copy(node.meta)
-            value = node.meta.get("example_value")
-            if isinstance(value, FakeTensor):
-                if id(value) not in values:
-                    values[id(value)] = _like(value)
-                added.meta["example_value"] = values[id(value)]
-            new[node] = added
-
-
-def _is_of_settings(node: fx.Node) -> bool:
-    """Whether `node` computes with numbers alone: the same for all, as `-lr`, and no `p.item()`."""
-    numbers = [n.meta.get("example_value") for n in (node, *node.all_input_nodes)]
-    return all(isinstance(value, torch.SymFloat | torch.SymInt) for value in numbers)
-
-
-def _behind(output: Any, last: fx.Node) -> list[fx.Node]:
-    new: list[fx.Node] = []
-    for node in reversed(output.graph.nodes):
-        if node is last:
-            break
-        new.append(node)
-    return new[::-1]
-
-
-def _storage(value: torch.Tensor) -> int:
-    address: int = value.untyped_storage()._cdata
-    return address
-
-
-def _like(value: FakeTensor) -> torch.Tensor:
-    """A fake tensor that looks the same, in memory of its own."""
-    with no_dispatch():
-        bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return FakeTensor(value.fake_mode, bare, value.device)
 
 
 _GROUP: Any = torch._C._group_tensors_by_device_and_dtype

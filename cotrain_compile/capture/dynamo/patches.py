@@ -40,6 +40,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
+from cotrain_compile.capture.dynamo.alike_accumulations import accumulated_once_a_kind
 from cotrain_compile.capture.dynamo.alike_updates import grouped_at_once, traced_once_a_kind
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
@@ -61,12 +62,14 @@ from cotrain_compile.capture.dynamo.missing_rules import (
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
+from cotrain_compile.capture.dynamo.reads_of_settings import settings_read_at_once
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
+from cotrain_compile.capture.dynamo.walks_of_parameters import parameters_walked
 from cotrain_compile.capture.dynamo.wrappers import without_hook
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 
@@ -112,12 +115,15 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             class_names_traced(),
             repeated_arguments_traced(),
             checkpoint_effects_traced(session),
+            settings_read_at_once(),
+            parameters_walked(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(methods_by_name())
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())
+        stack.enter_context(accumulated_once_a_kind())
         stack.enter_context(backward_traced(session))
         stack.enter_context(means_traced(session))
         stack.enter_context(gathering_traced(session))

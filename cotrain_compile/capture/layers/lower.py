@@ -16,12 +16,14 @@ from torch import distributed, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cotrain_compile.capture.layers.extend import extend
+from cotrain_compile.capture.layers.few_inputs import FewInputs, put_inputs_back, with_few_inputs
 from cotrain_compile.capture.layers.few_updates import (
     FewUpdates,
     put_updates_back,
     with_few_updates,
 )
 from cotrain_compile.capture.layers.shorten import Shortened, shortened
+from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.graph import StepInput
 from cotrain_compile.support.raised_by_handler import raised_by_handler
 
@@ -31,7 +33,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 Part = Shortened | FewUpdates
 Prepare = Callable[[fx.GraphModule], None]
-Lower = Callable[[fx.GraphModule, Prepare, tuple[object, ...]], Callable[..., Any]]
+Lower = Callable[[fx.GraphModule, Sequence[Any], Prepare, tuple[object, ...]], Callable[..., Any]]
 
 
 def lower_few_layers(
@@ -39,15 +41,23 @@ def lower_few_layers(
 ) -> Callable[..., Any]:
     """What `lower` gives for Dynamo's `module`, whose placeholders are `inputs` with `values`.
 
-    `lower` gets the graph to lower, what it has to do with the ATen graph first, and what else the
-    result depends on. Errors of what comes behind that are its own.
+    `lower` gets the graph to lower, the values of its inputs, what it has to do with the ATen graph
+    first, and what else the result depends on. Errors of what comes behind that are its own.
     """
     parts = _parts(module, values, inputs)
     while parts:
         reached = len(parts)
+        short, given = parts[-1].module, values
+        few = with_few_inputs(short, values, _owned(parts)) if is_only_traced() else None
+        if few is not None:
+            short, given = few.module, few.values
 
-        def extended(graph: fx.GraphModule, some: Sequence[Part] = parts) -> None:
+        def extended(
+            graph: fx.GraphModule, some: Sequence[Part] = parts, few: FewInputs | None = few
+        ) -> None:
             nonlocal reached
+            if few is not None:
+                put_inputs_back(graph, few)
             for part in reversed(some):
                 if isinstance(part, FewUpdates):
                     put_updates_back(graph, part)
@@ -56,14 +66,14 @@ def lower_few_layers(
                 reached -= 1
 
         try:
-            return lower(parts[-1].module, extended, tuple(part.text for part in parts))
+            return lower(short, given, extended, tuple(part.text for part in parts))
         except Exception as error:  # what is wrong with the step itself is raised again below
             if not reached or raised_by_handler(error) is not None:
                 raise
             LOG.debug("more is lowered: %s", error)
             updates_alone = reached == len(parts) and isinstance(parts[-1], FewUpdates)
             parts = parts[:-1] if updates_alone else []
-    return lower(module, lambda graph: None, ())
+    return lower(module, values, lambda graph: None, ())
 
 
 def _parts(
@@ -83,6 +93,12 @@ def _parts(
     if few is not None and _have_own_memory(few, values):
         parts.append(few)
     return parts
+
+
+def _owned(parts: Sequence[Part]) -> list[bool]:
+    """By input, whether it is of a layer or update of some part, and shares no memory."""
+    by_input = zip(*(part.inputs for part in parts), strict=True)
+    return [any(owner is not None for owner in owners) for owners in by_input]
 
 
 def _may_be_shortened(values: Sequence[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from cotrain_compile.backends import devices
-from cotrain_compile.capture.dynamo import alike_updates, patches
+from cotrain_compile.capture.dynamo import alike_accumulations, alike_updates, patches
+from cotrain_compile.capture.dynamo.copied_calls import Traced
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.capture.layers.few_updates import put_updates_back
@@ -75,6 +77,8 @@ def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list
         patch.setattr(lower, "_parts", lambda *_: [])
         patch.setattr(patches, "traced_once_a_kind", lambda *_: None)
         patch.setattr(alike_updates, "_are_one_group", lambda *_: False)
+        patch.setattr(patches, "accumulated_once_a_kind", nullcontext)
+        patch.setattr(patches, "parameters_walked", lambda: iter(()))
         return few, anonymous(trace_graph(build))
 
 
@@ -125,14 +129,19 @@ def test_a_layer_that_differs_is_lowered(
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each update that was not traced, how many tensors it has."""
+    return copies_noted(alike_updates, monkeypatch)
+
+
+def copies_noted(of: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each copy that a module makes of what was traced, of how many tensors."""
     found: list[int] = []
-    copy_for = alike_updates._Traced.copy_for
 
-    def noted(traced: Any, inputs: Sequence[Any]) -> None:
-        found.append(len(inputs))
-        copy_for(traced, inputs)
+    class Noted(Traced):
+        def copy_for(self, inputs: Sequence[Any]) -> dict[Any, Any]:
+            found.append(len(inputs))
+            return super().copy_for(inputs)
 
-    monkeypatch.setattr(alike_updates._Traced, "copy_for", noted)
+    monkeypatch.setattr(of, "Traced", Noted)
     return found
 
 
@@ -145,6 +154,30 @@ def test_updates_of_parameters_that_look_alike_are_traced_once(
     )
     assert few == whole
     assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
+
+
+@pytest.mark.parametrize(("batches", "copies"), [(1, 8), (2, 8)])
+def test_first_gradients_of_leaves_that_look_alike_are_traced_once(
+    batches: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four weights and four biases more; what is added to a gradient is traced."""
+    stored = copies_noted(alike_accumulations, monkeypatch)
+
+    def build() -> Any:
+        model, batch = Model(plain(5)), torch.ones(2, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step(batch: Tensor) -> None:
+            optimizer.zero_grad()
+            for _ in range(batches):
+                model(batch).sum().backward()
+            optimizer.step()
+
+        return step, (batch,)
+
+    few, whole = both(build, monkeypatch)
+    assert few == whole
+    assert stored == [2] * copies
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
