@@ -40,6 +40,8 @@ from cotrain_compile.support.units import format_bytes
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
 TO_HOSTS = ("host to devices", "devices to host")
 COMPILED = 'its step compiled with backend="cotrain"'
+# Of a step with more tasks there is no timeline.
+MOST_DRAWN = 20_000
 _SAVED = "the answer that -o saves"
 
 
@@ -323,8 +325,13 @@ def a_strategy(
         setting=setting,
         run=run,
         capacities_bytes=capacities_bytes,
-        timeline=step.timeline,
+        timeline=None if too_long(step) else step.timeline,
     )
+
+
+def too_long(step: StageStep | BurstPlan) -> bool:
+    """Whether it has more tasks than anybody looks at."""
+    return isinstance(step, StageStep) and len(step.tasks) > MOST_DRAWN
 
 
 def micro_batches_in_words(count: int, each: int, recompute: bool) -> str:

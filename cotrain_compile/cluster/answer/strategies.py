@@ -248,6 +248,8 @@ def answer(
         assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
         assumed.append(AGAIN)
+    if any(one.step_s is not None and one.timeline is None for one in told):
+        assumed.append(f"Steps of more than {judges.MOST_DRAWN:,} tasks have no timeline.")
     memory = memory_of(question)
     return Answer(profile.name, cluster.name, samples, told, tuple(assumed), memory)
 

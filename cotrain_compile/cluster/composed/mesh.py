@@ -180,7 +180,7 @@ class Mesh:
                 micro_batches=replicas.micro_batches,
                 micro_batch=each,
             )
-            yield MeshOption(self, found, choice.least_s, choice)
+            yield MeshOption(self, found, choice.passes_s, choice)
 
     def _in_stages(self) -> Iterator[MeshOption]:
         stages = self.layout.pipeline

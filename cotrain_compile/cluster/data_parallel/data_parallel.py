@@ -28,7 +28,8 @@ from cotrain_compile.cluster.data_parallel.step import (
     Replicas,
     Sharding,
     data_parallel_step,
-    lanes_s,
+    least_s,
+    passes_s,
 )
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
@@ -40,7 +41,14 @@ from cotrain_compile.cluster.steps.rank_memory import (
     Residence,
     WorkingMemory,
 )
-from cotrain_compile.cluster.steps.stage_step import EXCHANGES, ROUNDING, Rank, Ring, StageStep
+from cotrain_compile.cluster.steps.stage_step import (
+    EXCHANGES,
+    ROUNDING,
+    Rank,
+    Ring,
+    StageStep,
+    fastest_option,
+)
 from cotrain_compile.errors import OptionError
 
 SHARD = (Sharding.ONCE, Sharding.AGAIN)
@@ -54,9 +62,6 @@ class LayersAs:
         self.units = units_of(profile)
         self.knows_peaks = knows_peaks(profile)
         self._working: dict[int, WorkingMemory] = {}
-
-    def compute_s(self, samples: int) -> float:
-        return sum(layer.compute_s(samples) for layer in self.profile.layers)
 
     def working(self, samples: int) -> WorkingMemory | None:
         """None where nobody knows peaks."""
@@ -91,18 +96,21 @@ class DataParallelPlan:
         return data_parallel_step(self.replicas)
 
     @property
-    def compute_s(self) -> float:
-        """Computing alone, on the kind of device that takes longest."""
-        replicas = self.replicas
-        return replicas.micro_batches * max(
-            rank.slowness * self.layers.compute_s(samples)
-            for rank, samples in zip(replicas.ranks, replicas.sizes, strict=True)
-        )
+    def share_and_parts(self) -> tuple[int, int]:
+        """The largest share of a device, and in how many micro-batches: of plans that take as long
+        the smaller one is taken."""
+        count = self.replicas.micro_batches
+        return count * self.replicas.micro_batch, count
+
+    @property
+    def passes_s(self) -> float:
+        """What it takes at least with anything on the host."""
+        return passes_s(self.but(ON_DEVICE).replicas) * ROUNDING
 
     @cached_property
     def least_s(self) -> float:
-        """The busiest lane, which the step takes at least."""
-        return max(lanes_s(self.replicas).values()) * ROUNDING
+        """What the step takes at least."""
+        return least_s(self.replicas) * ROUNDING
 
     @cached_property
     def demand(self) -> RankDemand | None:
@@ -216,26 +224,27 @@ def plan_data_parallel(
         OptionError: there are no samples, or none of `counts` shares them evenly.
     """
     counts = counts or range(1, len(cluster.devices) + 1)
-    choices = list(_choices(profile, cluster, samples, shardings, counts, sums_of))
+    tried = _choices(profile, cluster, samples, shardings, counts, sums_of)
+    choices = [DataParallelOption(plan, plan.passes_s) for plan in tried]
     if not choices:
         raise OptionError(
             f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
             "take another number of samples"
         )
-    choices.sort(key=lambda choice: (choice.compute_s, choice.replicas.micro_batches))
-    best: DataParallelPlan | None = None
-    for choice in choices:
-        if best and choice.compute_s >= best.step.seconds:
-            break
-        for plan in choice.plans():
-            if best is None or _is_faster(plan, best):
-                best = plan
-    return best or _nearest([choice.one_at_a_time for choice in choices])
+    choices.sort(key=lambda choice: choice.plan.share_and_parts)
+    found = fastest_option(choices)
+    return found[1] if found else _nearest([choice.plan.one_at_a_time for choice in choices])
 
 
-def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
-    """What has a lane as busy as the best one takes is not simulated."""
-    return plan.least_s < best.step.seconds and plan.step.seconds < best.step.seconds
+@dataclass(frozen=True)
+class DataParallelOption:
+    """A plan with nothing on the host, and all that fit with as little there as that takes."""
+
+    plan: DataParallelPlan
+    least_s: float
+
+    def plans(self) -> list[DataParallelPlan]:
+        return self.plan.plans()
 
 
 def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:
@@ -255,7 +264,10 @@ def _choices(
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
     ways = [LayersAs(way, recompute) for way, recompute in ways_of(profile)]
+    alike = len({profile.times_slower([kind]) for kind in set(cluster.kinds)}) == 1
     for count in counts:
+        if alike and samples % count:
+            continue
         part = first_devices(cluster, count)
         ranks = tuple(ranks_of(part, profile))
         sum_s = sums_of(part) if sums_of and part.ring else None

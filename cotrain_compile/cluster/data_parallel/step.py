@@ -18,9 +18,10 @@ clips them does. No torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from cotrain_compile.cluster.model.profiles import Unit
@@ -109,9 +110,49 @@ def data_parallel_step(replicas: Replicas) -> StageStep:
 def lanes_s(replicas: Replicas) -> Mapping[str, float]:
     """The seconds that each lane of the step is busy, by what each unit brings to it: no task is
     made for that."""
+    return _busy_s(replicas, (_passes, _updates))
+
+
+def passes_s(replicas: Replicas) -> float:
+    """What forwards and backwards take at least: the busiest lane, updates apart."""
+    return max(_busy_s(replicas, (_passes,)).values())
+
+
+def least_s(replicas: Replicas) -> float:
+    """What the step takes at least: updates come behind all that forwards and backwards do.
+
+    Where one unit is whole at once (`ahead` 1), what comes for a turn comes behind the turn before,
+    and a backward waits until the gradients of the one before have left.
+    """
+    passes, updates = _busy_s(replicas, (_passes,)), _busy_s(replicas, (_updates,))
+    if not replicas.units[0].grad_bytes:  # updates do not wait for its last backward
+        return max(passes[lane] + updates[lane] for lane in {*passes, *updates})
+    before_s = max(passes.values())
+    if replicas.ahead == 1:
+        comes = _busy_s(replicas, (_comes,))
+        # Behind the first unit's backward, forwards of the next micro-batch go on.
+        leaves = _busy_s(replicas, (_leaves,), range(1, replicas.residence.gradients))
+        for rank in replicas.ranks:
+            turns_s = passes[rank.lane]
+            before_s = max(before_s, turns_s + comes[rank.lane_of(Does.FETCH)])
+            left_s = leaves[rank.lane_of(Does.STORE)] + leaves[rank.lane_of(Does.ADD)]
+            before_s = max(before_s, turns_s + left_s)
+    return before_s + max(updates.values(), default=0.0)
+
+
+# What is done in a step, of how much, over which ring, and how often.
+_Done = Iterator[tuple[Does, Any, str, int]]
+
+
+def _busy_s(
+    replicas: Replicas,
+    kinds: Sequence[Callable[[Replicas, int], _Done]],
+    numbers: Sequence[int] | None = None,
+) -> defaultdict[str, float]:
+    """The seconds that each lane is busy with that, for all units or those of `numbers`."""
     found: defaultdict[str, float] = defaultdict(float)
-    for number in range(len(replicas.units)):
-        for does, amount, over, times in _of_unit(replicas, number):
+    for number in range(len(replicas.units)) if numbers is None else numbers:
+        for does, amount, over, times in chain.from_iterable(of(replicas, number) for of in kinds):
             if does in EXCHANGES:
                 ring = replicas.rings[over] if over else replicas.ring
                 assert ring is not None  # who exchanges has a ring
@@ -123,28 +164,47 @@ def lanes_s(replicas: Replicas) -> Mapping[str, float]:
     return found
 
 
-def _of_unit(of: Replicas, number: int) -> Iterator[tuple[Does, Any, str, int]]:
-    """What is done for a unit in a step, of how much, over which ring, and how often."""
-    unit, rests, parts, count = of.units[number], of.residence, of.parts, of.micro_batches
-    offloaded = number < rests.gradients
+def _passes(of: Replicas, number: int) -> _Done:
+    """For the forwards and backwards of a unit, up to where its gradients wait for the update."""
+    unit, count = of.units[number], of.micro_batches
     yield Does.COMPUTE, of.by_rank(unit.forward_s), "", count
     yield Does.COMPUTE, of.by_rank(unit.backward_s), "", count
+    yield from _comes(of, number)
+    if number < of.residence.kept:
+        yield Does.STORE, of.by_rank(unit.kept_bytes), "", count
+    yield from _leaves(of, number)
+
+
+def _comes(of: Replicas, number: int) -> _Done:
+    """What comes for the turns of a unit."""
+    unit, count = of.units[number], of.micro_batches
     last = number == len(of.units) - 1
     brought = count * (1 if of.sharding is Sharding.ONCE or last else 2)
-    if number < rests.params:
-        yield Does.FETCH, unit.param_bytes / parts, "", brought
+    if number < of.residence.params:
+        yield Does.FETCH, unit.param_bytes / of.parts, "", brought
     if of.sharded:
         yield Does.GATHER, unit.param_bytes, "", brought
-    if number < rests.kept:
-        yield Does.STORE, of.by_rank(unit.kept_bytes), "", count
+    if number < of.residence.kept:
         yield Does.FETCH, of.by_rank(unit.kept_bytes), "", count
-    if unit.grad_bytes:
-        for does, nbytes, over in of.exchanges(unit):
-            yield does, nbytes, over, count if of.sharded or offloaded else 1
-        if offloaded or number < rests.states:
-            yield Does.STORE, unit.grad_bytes / parts, "", count if offloaded else 1
-        if offloaded:
-            yield Does.ADD, unit.grad_bytes / parts, "", count - 1
+
+
+def _leaves(of: Replicas, number: int) -> _Done:
+    """What becomes of the gradients of a unit."""
+    unit, count = of.units[number], of.micro_batches
+    offloaded = number < of.residence.gradients
+    if not unit.grad_bytes:
+        return
+    for does, nbytes, over in of.exchanges(unit):
+        yield does, nbytes, over, count if of.sharded or offloaded else 1
+    if offloaded or number < of.residence.states:
+        yield Does.STORE, unit.grad_bytes / of.parts, "", count if offloaded else 1
+    if offloaded:
+        yield Does.ADD, unit.grad_bytes / of.parts, "", count - 1
+
+
+def _updates(of: Replicas, number: int) -> _Done:
+    """The update of a unit, and what comes back."""
+    unit, rests, parts = of.units[number], of.residence, of.parts
     if number >= rests.states:
         yield Does.UPDATE, unit.touched_bytes / parts, "", 1
     elif unit.grad_bytes:

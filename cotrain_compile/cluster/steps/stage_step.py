@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from cotrain_compile.analysis.costs import exchange_s
 from cotrain_compile.cluster.model.machines import beside_copies
 from cotrain_compile.dataflow import Collective
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import NETWORK, Machine, Network, Tier
-from cotrain_compile.placement.simulate.engine import LaneSpec, Work, lower_bound, simulate
+from cotrain_compile.placement.simulate.engine import LaneSpec, Work, simulate
 from cotrain_compile.plan import Timeline
 
 # Adding to what rests on the host reads both and writes one of them.
@@ -167,12 +168,13 @@ class StageStep:
         return tuple(works_of(self))
 
     @cached_property
+    def _timed(self) -> _Timed:
+        return _timed(self)
+
+    @property
     def lanes_s(self) -> Mapping[str, float]:
         """The seconds that each lane is busy."""
-        busy: defaultdict[str, float] = defaultdict(float)
-        for work in self.works:
-            busy[work.lane] += work.seconds
-        return busy
+        return self._timed.lanes_s
 
     @property
     def busiest(self) -> tuple[str, float]:
@@ -180,15 +182,15 @@ class StageStep:
         most_s = max(self.lanes_s.values())
         return next(each for each in self.lanes_s.items() if each[1] >= most_s * ROUNDING)
 
-    @cached_property
+    @property
     def seconds(self) -> float:
-        """Simulated."""
-        return last_end_s(self.works)
+        """Simulated; raises `PlanError` where tasks wait for each other, or for none of these."""
+        return self._timed.seconds
 
-    @cached_property
+    @property
     def bound_s(self) -> float:
-        """What no timing of the same works can beat."""
-        return lower_bound(self.works, self._lanes)
+        """What no timing of the same tasks can beat."""
+        return max(self._timed.chain_s, *self.lanes_s.values())
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -200,10 +202,21 @@ class StageStep:
 
     def task_s(self, task: StageTask) -> float:
         """What a task takes, on the first of its ranks."""
-        first = task.rank or 0
-        if task.does not in EXCHANGES:
-            return self.ranks[first].seconds(task.does, task.amount_of(first))
-        return self.ring_of(task).seconds(task.does, task.amount_of(0))
+        return self.seconds_on(task, task.rank or 0)
+
+    def seconds_on(self, task: StageTask, rank: int) -> float:
+        """What a task takes on one of its ranks, an exchange on all."""
+        if task.does in EXCHANGES:
+            return self.ring_of(task).seconds(task.does, task.amount_of(0))
+        return self.ranks[rank].seconds(task.does, task.amount_of(rank))
+
+    def lane_of(self, task: StageTask, rank: int) -> str:
+        """Where a rank does it."""
+        if task.lane:
+            return task.lane
+        if task.does in EXCHANGES:
+            return self.ring_of(task).lane
+        return self.ranks[rank].lane_of(task.does)
 
     def ring_of(self, task: StageTask) -> Ring:
         """What an exchange goes over."""
@@ -261,24 +274,35 @@ def fastest(plans: Iterable[P]) -> P | None:
 
 
 def fastest_option(options: Iterable[PlanOption[P]]) -> tuple[int, P] | None:
-    """The same of all plans of all options, behind the number of its option; of those whose bound
-    is above the best no plan is made.
+    """The same of all plans of all options, behind the number of its option: the one with the least
+    bound is next, an option to make its plans, a plan to be simulated.
 
-    Of those that take as long the one with the least bound, then the first.
+    Of those that take as long, but for rounding, the first.
     """
-    found: tuple[float, float, tuple[int, int]] | None = None
+    queue: list[tuple[float, int, int, Any]] = [
+        (option.least_s, number, _OPTION, option) for number, option in enumerate(options)
+    ]
+    heapify(queue)
+    found: tuple[float, int, int] | None = None
     best: tuple[int, P] | None = None
-    numbered = sorted(enumerate(options), key=lambda each: (each[1].least_s, each[0]))
-    for number, option in numbered:
-        if found and option.least_s > found[0]:
-            break
-        for i, plan in enumerate(option.plans()):
-            if found and plan.least_s > found[0]:
-                continue
-            key = plan.step.seconds, plan.least_s, (number, i)
-            if found is None or key < found:
-                found, best = key, (number, plan)
+    while queue and not (found and queue[0][0] > found[0]):
+        least_s, number, i, made = heappop(queue)
+        if i == _OPTION:
+            for place, plan in enumerate(made.plans()):
+                heappush(queue, (max(least_s, plan.least_s), number, place, plan))
+            continue
+        key = _but_rounding(made.step.seconds), number, i
+        if found is None or key < found:
+            found, best = key, (number, made)
     return best
+
+
+_OPTION = -1  # in place of the number of a plan
+
+
+def _but_rounding(seconds: float) -> float:
+    """The same for sums of the same seconds in another order."""
+    return float(f"{seconds:.9g}")
 
 
 def works_of(step: StageStep) -> Iterator[Work]:
@@ -286,14 +310,9 @@ def works_of(step: StageStep) -> Iterator[Work]:
     names = {task.name: tuple(_names(step, task)) for task in step.tasks}
     for task in step.tasks:
         after = tuple(name for before in task.after for name in names[before])
-        if task.does in EXCHANGES:
-            lane = task.lane or step.ring_of(task).lane
-            yield Work(task.name, lane, step.task_s(task), after)
-            continue
-        for name, number in zip(names[task.name], _ranks(step, task), strict=True):
-            rank = step.ranks[number]
-            lane = task.lane or rank.lane_of(task.does)
-            yield Work(name, lane, rank.seconds(task.does, task.amount_of(number)), after)
+        numbers = (0,) if task.does in EXCHANGES else _ranks(step, task)
+        for name, number in zip(names[task.name], numbers, strict=True):
+            yield Work(name, step.lane_of(task, number), step.seconds_on(task, number), after)
 
 
 def _ranks(step: StageStep, task: StageTask) -> Sequence[int]:
@@ -307,30 +326,68 @@ def _names(step: StageStep, task: StageTask) -> Iterator[str]:
         yield from (f"{task.name}{step.ranks[number].said}" for number in _ranks(step, task))
 
 
-def last_end_s(works: Iterable[Work]) -> float:
-    """Seconds of one step of `works`, as `simulate` has them where each lane runs one at a time.
+class _Timed(NamedTuple):
+    """When the last task of a step ends, the longest chain of them, how busy lanes are."""
 
-    Raises:
-        PlanError: works wait for each other, or for one that is not there.
-    """
-    lanes: dict[str, list[Work]] = {}
-    for work in works:
-        lanes.setdefault(work.lane, []).append(work)
+    seconds: float
+    chain_s: float
+    lanes_s: Mapping[str, float]
+
+
+def _timed(step: StageStep) -> _Timed:
+    """A step where each lane runs one task at a time, as `simulate` has it: no work is made."""
+    lanes: defaultdict[str, list[tuple[StageTask, float]]] = defaultdict(list)
+    parts: dict[str, int] = {}  # of each task those that have not ended
+    known: dict[tuple[Any, ...], float] = {}
+    for task in step.tasks:
+        if task.name in parts:
+            raise PlanError(f"two tasks are named {task.name}; names must be unique")
+        numbers = (0,) if task.does in EXCHANGES else _ranks(step, task)
+        parts[task.name] = len(numbers)
+        for number in numbers:
+            key = task.does, task.amount_of(number), number, task.over
+            if key not in known:
+                known[key] = step.seconds_on(task, number)
+            lanes[step.lane_of(task, number)].append((task, known[key]))
+    busy_s = {lane: sum(seconds for _, seconds in queue) for lane, queue in lanes.items()}
+    ends_s, chains_s = _ends(lanes, parts)
+    return _Timed(max(ends_s.values(), default=0.0), max(chains_s.values(), default=0.0), busy_s)
+
+
+def _ends(
+    lanes: Mapping[str, list[tuple[StageTask, float]]], parts: dict[str, int]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """When each task ends, and the longest chain up to there; a lane that waits is looked at again
+    when the task has ended that it waits for."""
+    ends_s, chains_s = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0)
+    waiting: defaultdict[str, list[str]] = defaultdict(list)
+    free_s = dict.fromkeys(lanes, 0.0)
+    ready = list(lanes)
     for queue in lanes.values():
         queue.reverse()
-    free_s = dict.fromkeys(lanes, 0.0)
-    ends: dict[str, float] = {}
-    while lanes:
-        waiting = {lane: len(queue) for lane, queue in lanes.items()}
-        for lane, queue in lanes.items():
-            now_s = free_s[lane]
-            while queue and all(name in ends for name in queue[-1].after):
-                work = queue.pop()
-                now_s = max([now_s, *[ends[name] for name in work.after]]) + work.seconds
-                ends[work.name] = now_s
-            free_s[lane] = now_s
-        if all(waiting[lane] == len(queue) for lane, queue in lanes.items()):
-            heads = ", ".join(queue[-1].name for queue in lanes.values())
-            raise PlanError(f"works can never start, the first on their lanes are {heads}")
-        lanes = {lane: queue for lane, queue in lanes.items() if queue}
-    return max(free_s.values(), default=0.0)
+    while ready:
+        lane = ready.pop()
+        queue, now_s = lanes[lane], free_s[lane]
+        while queue:
+            task, seconds = queue[-1]
+            chain_s = 0.0
+            for before in task.after:
+                if parts.get(before, 1):
+                    waiting[before].append(lane)
+                    break
+                now_s, chain_s = max(now_s, ends_s[before]), max(chain_s, chains_s[before])
+            else:
+                queue.pop()
+                now_s += seconds
+                name = task.name
+                ends_s[name] = max(ends_s[name], now_s)
+                chains_s[name] = max(chains_s[name], chain_s + seconds)
+                parts[name] -= 1
+                if not parts[name]:
+                    ready += waiting.pop(name, ())
+                continue
+            break
+        free_s[lane] = now_s
+    if heads := ", ".join(queue[-1][0].name for queue in lanes.values() if queue):
+        raise PlanError(f"tasks can never start, the first on their lanes are {heads}")
+    return ends_s, chains_s

@@ -20,6 +20,7 @@ from cotrain_compile.cluster.model.description import Cluster, Devices, first_de
 from cotrain_compile.cluster.model.profiles import BUCKET_BYTES, per_sample
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import HostUpdate
 from tests.support.clusters import SMALL_HOST, a_box, a_device, a_model
 from tests.support.examples import examples
 
@@ -154,3 +155,23 @@ def test_a_slow_kind_of_device_gets_fewer_samples() -> None:
         assert plan.peaks_bytes is not None
         fast, _, slow, _ = plan.peaks_bytes
         assert fast > slow
+
+
+@examples(25)
+@given(
+    layers=st.lists(st.sampled_from((1, 2)), min_size=1, max_size=4),
+    kept=st.sampled_from((30, BUCKET_BYTES, 3 * BUCKET_BYTES)),
+    room=st.integers(3, 40),
+    rate=st.sampled_from((0.3, 3.0, 30.0)),
+    update=st.sampled_from((1.0, 1e9)),
+    sharding=st.sampled_from(Sharding),
+)
+def test_no_step_passes_under_its_bound(
+    layers: list[int], kept: int, room: int, rate: float, update: float, sharding: Sharding
+) -> None:
+    """Whatever rests on the host, also with one unit whole at once."""
+    model = a_model([n * BUCKET_BYTES for n in layers], per_sample(kept))
+    box = a_box(2, rate * BUCKET_BYTES, room * BUCKET_BYTES, update=HostUpdate(update * 1e9))
+    plan = plan_data_parallel(model, box, 4, (sharding,), counts=[2])
+    for made in [*plan.plans(), *plan.one_at_a_time.plans()]:
+        assert plan.passes_s <= made.least_s <= made.step.seconds

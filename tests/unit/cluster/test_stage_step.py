@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cotrain_compile.cluster.steps.stage_step import (
     Does,
@@ -13,9 +15,13 @@ from cotrain_compile.cluster.steps.stage_step import (
     StageStep,
     StageTask,
     fastest,
+    fastest_option,
 )
+from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import HostUpdate, Link, Network
+from cotrain_compile.placement.simulate.engine import LaneSpec, lower_bound, simulate
 from tests.support.clusters import HOST, a_machine
+from tests.support.examples import examples
 
 # Copies take 2 s and a byte in 0.1; the host's memory has 30 bytes a second, updates half of 10.
 MACHINE = a_machine(
@@ -84,3 +90,57 @@ def test_what_a_bound_rules_out_is_not_simulated() -> None:
     choices = [_Choice(4.0, None), _Choice(2.0, 4.0), _Choice(1.0, 5.0), _Choice(3.0, 4.0)]
     assert fastest(choices) is choices[1]
     assert fastest(list[_Choice]()) is None
+
+
+def test_tasks_that_wait_for_each_other_or_share_a_name_are_refused() -> None:
+    def step(*tasks: StageTask) -> StageStep:
+        return StageStep((Rank(MACHINE, "device0"),), tasks)
+
+    for circle in (
+        (StageTask("a", Does.COMPUTE, 1.0, ["b"]), StageTask("b", Does.COMPUTE, 1.0)),
+        (StageTask("a", Does.COMPUTE, 1.0, ["nothing"]),),
+    ):
+        with pytest.raises(PlanError, match="can never start, the first on their lanes are a"):
+            _ = step(*circle).seconds
+    with pytest.raises(PlanError, match="two tasks are named a"):
+        _ = step(StageTask("a", Does.COMPUTE, 1.0), StageTask("a", Does.FETCH, 1.0)).seconds
+
+
+@examples(40)
+@given(data=st.data())
+def test_a_step_takes_what_the_simulator_says(data: st.DataObject) -> None:
+    """Random tasks on two kinds of ranks, each after some that are listed before."""
+    kinds = (Rank(MACHINE, "fast", said=" on fast"), Rank(MACHINE, "slow", 2.0, " on slow"))
+    does = st.sampled_from((Does.COMPUTE, Does.FETCH, Does.STORE, Does.HOST_UPDATE, Does.SUM))
+    tasks: list[StageTask] = []
+    for number in range(data.draw(st.integers(1, 9))):
+        names = [task.name for task in tasks]
+        after = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+        kind, amount = data.draw(does), data.draw(st.integers(0, 20))
+        tasks.append(StageTask(f"task {number}", kind, amount, after))
+    step = StageStep(kinds, tuple(tasks), Ring(Network(5.0, 1.0), 2))
+    lanes = [LaneSpec(lane) for lane in step.lanes_s]
+    assert step.seconds == simulate(step.works, lanes).makespan_s
+    assert step.bound_s == pytest.approx(lower_bound(step.works, lanes))
+
+
+def test_of_options_the_least_bound_is_planned_first_and_plans_by_theirs() -> None:
+    """What is ruled out is not simulated, also where its option had to be planned."""
+    options = [
+        _Option(1.0, [_Choice(9.0, None), _Choice(3.0, 5.0)]),
+        _Option(2.0, [_Choice(2.5, 4.0), _Choice(4.5, None)]),
+        _Option(6.0, [_Choice(6.0, None)]),
+    ]
+    found = fastest_option(options)
+    assert found is not None
+    assert (found[0], found[1]) == (1, options[1].made[0])
+    assert fastest_option(list[_Option]()) is None
+
+
+@dataclass(frozen=True)
+class _Option:
+    least_s: float
+    made: list[_Choice]
+
+    def plans(self) -> list[_Choice]:
+        return self.made
