@@ -290,7 +290,10 @@ def test_the_same_works_give_the_same_timeline(
 
 
 def test_repeat_joins_steps_by_name() -> None:
-    work = Work("w", "device", 1.0, after=("v",), after_previous=("w",))
-    first, second = repeat([work], 2)
-    assert (first.key, first.before) == (("w", 0), [("v", 0)])
-    assert (second.key, second.before) == (("w", 1), [("v", 1), ("w", 0)])
+    step = Work("v", "host", 1.0), Work("w", "device", 2.0, ("v",), after_previous=("w",))
+    works = repeat(step, 2)
+    assert [work.key for work in works] == [("v", 0), ("w", 0), ("v", 1), ("w", 1)]
+    # Each lane has room for both steps: only `w` of the first one holds up that of the second.
+    timeline = simulate(works, [LaneSpec("host", 2), LaneSpec("device", 2)])
+    spans = [(span.name, span.start_s, span.end_s) for span in timeline.spans]
+    assert spans == [("v", 0.0, 1.0), ("v", 0.0, 1.0), ("w", 1.0, 3.0), ("w", 3.0, 5.0)]
