@@ -132,6 +132,22 @@ class Transfer:
     bundle: str = ""
     kind: Literal["transfer"] = "transfer"
 
+    def between(self, issue_after: str | None, wait_before: str | None) -> Transfer:
+        """The same, issued and waited for there."""
+        return Transfer(
+            self.name,
+            self.direction,
+            self.buffer,
+            self.nbytes,
+            issue_after,
+            wait_before,
+            self.after,
+            self.destination,
+            self.carried,
+            self.after_previous,
+            self.bundle,
+        )
+
     @property
     def lane(self) -> Lane:
         match self.direction:
@@ -152,7 +168,7 @@ class Transfer:
     @property
     def is_offload(self) -> bool:
         """Whether it copies from the device."""
-        return self.ends[0] is Tier.DEVICE
+        return self.direction == "offload"
 
     @property
     def is_fetch(self) -> bool:
@@ -185,6 +201,23 @@ class HostRegion:
     confirms: str = ""
     bundle: str = ""
     kind: Literal["host_region"] = "host_region"
+
+    def between(self, issue_after: str | None, wait_before: str | None) -> HostRegion:
+        """The same, issued and waited for there."""
+        return HostRegion(
+            self.name,
+            self.param,
+            self.ops,
+            issue_after,
+            wait_before,
+            self.after,
+            self.makes,
+            self.carried,
+            self.after_previous,
+            self.guesses,
+            self.confirms,
+            self.bundle,
+        )
 
     @property
     def lane(self) -> Lane:

@@ -6,14 +6,16 @@ Homes, copies that tasks leave there, rooms of what rests on disk, and the value
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow, UpdateGroup
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import room_bytes
-from cotrain_compile.placement.residency import DeviceProgram, Instance, IntervalSum
+from cotrain_compile.placement.op_order import Instance
+from cotrain_compile.placement.remembered import once
+from cotrain_compile.placement.residency import DeviceProgram, IntervalSum
 from cotrain_compile.plan import HostRegion, Placement, Task, Transfer, carried_out
 
 
@@ -91,9 +93,15 @@ def _read_on_host(dataflow: Dataflow, task: Task) -> Iterator[str]:
 
 def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int]:
     """The most that the values inside each update take, of a bundle those inside all of them."""
-    made = {group.param: made_by(program.dataflow, group) for group in program.host_groups}
+    made = _made_bytes(program.dataflow)
     for members in carried_out([task for task in tasks if isinstance(task, HostRegion)]):
         yield sum(made.get(task.param, 0) for task in members if isinstance(task, HostRegion))
+
+
+@once
+def _made_bytes(dataflow: Dataflow) -> Mapping[str, int]:
+    """What `made_by` says of the update of each parameter."""
+    return {group.param: made_by(dataflow, group) for group in dataflow.updates}
 
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:

@@ -14,13 +14,13 @@ from functools import cached_property
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.on_disk import disk_bytes
 from cotrain_compile.placement.host_memory import host_bytes
+from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.residency import (
     DeviceProgram,
-    Instance,
     device_bytes,
     device_program,
     instances,
@@ -68,7 +68,7 @@ class PlacedStep(PlacedDataflow):
 
     problem: Problem
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
         """Most bytes that can be held on the host."""
         workers = self.problem.machine.host_update.workers

@@ -1,37 +1,67 @@
 """Remembered: what a function has made of a value, for as long as that very value lives.
 
-In: a pure function of a value and a key. Out: the same function, which makes each result once. It
-goes by which object the value is: a step is too large to compare, and whoever asks again for what
-is made of it wants the same object as before.
+In: a pure function of a value, and maybe of a key. Out: the same function, which makes each result
+once. It goes by which object the value is: a step is too large to compare, and whoever asks again
+for what is made of it wants the same object as before.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
+_ABSENT: Any = object()
+
+
+def remembered_last(
+    most: float,
+) -> Callable[[Callable[[_Value, _Key], _Made]], Callable[[_Value, _Key], _Made]]:
+    """For a function of a value and a key: of each value the `most` results made last.
+
+    No result may refer to its value, or that stays for ever. What raises is tried again.
+    """
+
+    def remembering(make: Callable[[_Value, _Key], _Made]) -> Callable[[_Value, _Key], _Made]:
+        kept: dict[int, dict[_Key, _Made]] = {}
+
+        @wraps(make)
+        def found(value: _Value, key: _Key) -> _Made:
+            own = kept.get(id(value))
+            if own is None:
+                own = kept.setdefault(id(value), {})  # two threads may be here
+                weakref.finalize(value, kept.pop, id(value), None).atexit = False
+            made: _Made = own.get(key, _ABSENT)
+            if made is _ABSENT:
+                made = own[key] = make(value, key)
+                if len(own) > most:
+                    own.pop(next(iter(own)), None)
+            return made
+
+        return found
+
+    return remembering
 
 
 def remembered(make: Callable[[_Value, _Key], _Made]) -> Callable[[_Value, _Key], _Made]:
-    """`make`, whose results are kept with their value; none may refer to it, or it stays for ever.
+    """The same of all keys."""
+    return remembered_last(math.inf)(make)
 
-    What raises is tried again.
-    """
-    kept: dict[int, dict[_Key, _Made]] = {}
+
+def once(make: Callable[[_Value], _Made]) -> Callable[[_Value], _Made]:
+    """The same for a function of a value alone."""
+
+    @remembered
+    def kept(value: _Value, _: None) -> _Made:
+        return make(value)
 
     @wraps(make)
-    def found(value: _Value, key: _Key) -> _Made:
-        own = kept.get(id(value))
-        if own is None:
-            own = kept.setdefault(id(value), {})  # two threads may be here
-            weakref.finalize(value, kept.pop, id(value), None).atexit = False
-        if key not in own:
-            own[key] = make(value, key)
-        return own[key]
+    def found(value: _Value) -> _Made:
+        return kept(value, None)
 
     return found

@@ -9,13 +9,17 @@ timing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+
+import numpy as np
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.op_order import Instance, OpOrder, order_without
+from cotrain_compile.placement.remembered import once
 from cotrain_compile.plan import (
     MovedOps,
     Placement,
@@ -24,8 +28,6 @@ from cotrain_compile.plan import (
     UpdateMode,
 )
 
-# About as many flops take a device as long as moving one byte.
-FLOPS_A_BYTE = 128
 HOST_MODES = frozenset({UpdateMode.HOST, UpdateMode.HOST_STREAMED})
 
 
@@ -35,52 +37,48 @@ class DeviceProgram:
 
     `fetched` names, for each parameter at home off the device, the buffer that is fetched for its
     uses: itself, or its low-precision copy, which the host then makes. A kept gradient at home
-    there is fetched itself.
+    there is fetched itself. Of the step's ops some are `left_out`, by name.
     """
 
     dataflow: Dataflow
-    ops: tuple[Op, ...]
+    order: OpOrder
     host_groups: tuple[UpdateGroup, ...]
     fetched: Mapping[str, str]
+    left_out: frozenset[str]
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """In the order in which they run."""
+        return self.order.ops
 
     @cached_property
     def slot(self) -> dict[str, int]:
         """Position of each device op in this program."""
-        return {op.name: index for index, op in enumerate(self.ops)}
+        return self.order.slot
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The slot after the last op."""
-        return len(self.ops)
+        return self.order.end
 
     @cached_property
     def touches(self) -> dict[str, list[int]]:
-        """Slots in which each buffer is read or written on the device, ascending.
+        """As of its order."""
+        return self.order.touches
 
-        What an exchange has is touched until it is awaited.
-        """
-        found: dict[str, list[int]] = {}
-        for index, op in enumerate(self.ops):
-            begun = self.slot[op.awaits] if op.awaits else index
-            for name in op.touched:
-                slots = found.setdefault(name, [])
-                first = max(begun, slots[-1] + 1) if slots and slots[-1] >= begun else index
-                slots.extend(range(first, index + 1))
-        return found
+    @property
+    def unmoved(self) -> list[tuple[Instance, ...]]:
+        """As of its order."""
+        return self.order.unmoved
 
     @cached_property
     def work(self) -> list[float]:
-        """What the ops before each slot do together: about their seconds, on no machine at all."""
-        each = (max(op.bytes_moved, op.flops / FLOPS_A_BYTE) for op in self.ops)
-        return list(accumulate(each, initial=0.0))
-
-    @cached_property
-    def _written(self) -> dict[str, int]:
-        return {name: index for index, op in enumerate(self.ops) for name in op.writes}
+        """As of its order."""
+        return self.order.work
 
     def last_write(self, buffer: str) -> int:
         """Slot of the last op that writes `buffer`, -1 for an input that none writes."""
-        return self._written.get(buffer, -1)
+        return self.order.written.get(buffer, -1)
 
     def issue_slot(self, task: Task) -> int:
         """Slot of the op that `task` is issued after, -1 for the start of the step."""
@@ -98,29 +96,44 @@ def device_program(
 ) -> DeviceProgram:
     """What is left for the device under `placement`, in the order that `moved` gives."""
     groups = tuple(g for g in dataflow.updates if placement.updates[g.param] in HOST_MODES)
-    away = {name for group in groups for name in group.ops}
     fetched = fetched_buffers(dataflow, placement)
-    casts = {copy for param, copy in fetched.items() if copy != param}
-    staying = {name for entry in moved for name in entry.ops}
+    makers = low_precision_makers(dataflow) if fetched else {}
+    away = {name for group in groups for name in group.ops}
+    away.update(op for param, copy in fetched.items() if copy != param for op in makers[copy])
+    left_out = frozenset(away)
+    order = _reordered(dataflow, order_without(dataflow, left_out), moved)
+    return DeviceProgram(dataflow, order, groups, fetched, left_out)
+
+
+def without_ops(program: DeviceProgram, taken: Collection[str]) -> DeviceProgram:
+    """`program` without the ops that are `taken` out, by name."""
+    left_out = program.left_out.union(taken)
+    if left_out == program.left_out:
+        return program
+    return replace(program, order=order_without(program.dataflow, left_out), left_out=left_out)
+
+
+def _reordered(dataflow: Dataflow, order: OpOrder, moved: Sequence[MovedOps]) -> OpOrder:
+    """`order` with `moved` ops, each behind the op that they follow."""
+    if not moved:
+        return order
     behind: dict[str | None, list[str]] = {}
     for entry in moved:
         behind.setdefault(entry.after, []).extend(entry.ops)
-    ops = [dataflow.ops[dataflow.position[name]] for name in behind.get(None, ())]
-    for op in dataflow.ops:
-        if op.name in away or op.name in staying or not casts.isdisjoint(op.writes):
-            continue
-        ops.append(op)
-        ops += [dataflow.ops[dataflow.position[name]] for name in behind.get(op.name, ())]
-    return DeviceProgram(dataflow, tuple(ops), groups, fetched)
+    staying = {name for entry in moved for name in entry.ops}
+    names = [*behind.get(None, ())]
+    for op in order.ops:
+        if op.name not in staying:
+            names.append(op.name)
+            if op.name in behind:
+                names += behind[op.name]
+    ops = tuple(dataflow.ops[dataflow.position[name]] for name in names)
+    return OpOrder(ops, dataflow.buffers)
 
 
 def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
     """What crosses the link for the uses of each parameter or kept gradient on the host."""
-    on_host = [
-        buffer.name
-        for buffer in dataflow.buffers
-        if buffer.role is Role.PARAM and placement.is_off_device(buffer.name)
-    ]
+    on_host = [name for name in _params(dataflow) if placement.is_off_device(name)]
     copies = low_precision_copies(dataflow) if on_host else {}
     fetched = {param: copies.get(param, param) for param in on_host}
     return fetched | {name: name for name in gradients_at_home(dataflow, placement)}
@@ -128,13 +141,31 @@ def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
 
 def gradients_at_home(dataflow: Dataflow, placement: Placement) -> list[str]:
     """The kept gradients that the step finds at home on the host."""
-    return [
-        buffer.name
-        for buffer in dataflow.buffers
-        if buffer.param and buffer.is_input and placement.homes.get(buffer.name) is Tier.HOST
-    ]
+    return [name for name in _found_gradients(dataflow) if placement.homes.get(name) is Tier.HOST]
 
 
+@once
+def _found_gradients(dataflow: Dataflow) -> tuple[str, ...]:
+    """Those that the step finds in `.grad`."""
+    return tuple(b.name for b in dataflow.buffers if b.param and b.is_input)
+
+
+@once
+def _params(dataflow: Dataflow) -> tuple[str, ...]:
+    return tuple(b.name for b in dataflow.buffers if b.role is Role.PARAM)
+
+
+@once
+def low_precision_makers(dataflow: Dataflow) -> Mapping[str, tuple[str, ...]]:
+    """The ops that write each low-precision copy."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(low_precision_copies(dataflow).values(), ())
+    for op in dataflow.ops:
+        for name in found.keys() & op.writes:
+            found[name] = (*found[name], op.name)
+    return found
+
+
+@once
 def low_precision_copies(dataflow: Dataflow) -> dict[str, str]:
     """The low-precision copy of each parameter that the step uses in no other way, by parameter.
 
@@ -152,6 +183,7 @@ def low_precision_copies(dataflow: Dataflow) -> dict[str, str]:
     return {param: copy for param, copy in copy_of.items() if param not in used_otherwise}
 
 
+@once
 def owners(dataflow: Dataflow) -> dict[str, str]:
     """The parameter that each buffer is decided on with: itself, its copy, states and gradients."""
     found = {b.name: b.name for b in dataflow.buffers if b.role is Role.PARAM}
@@ -168,35 +200,6 @@ def _made(dataflow: Dataflow, op: Op) -> list[str]:
     return [name for name in op.writes if dataflow.buffer[name].role is not Role.WORKSPACE]
 
 
-def longest_gap(program: DeviceProgram, touched: Sequence[int]) -> tuple[int, int] | None:
-    """The neighbouring touches with the most work between them, None if there is none.
-
-    It is the same one on every machine, so that what a step needs at the least is, too.
-    """
-    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
-    return max(gaps, key=lambda gap: _work_in(program, gap), default=None)
-
-
-def gaps_behind(program: DeviceProgram, name: str, first: tuple[int, int]) -> list[tuple[int, int]]:
-    """The gaps between touches of a buffer behind its `first` one, none where it is written there.
-
-    What was sent in the first one is still there to be fetched.
-    """
-    touched = program.touches[name]
-    if program.last_write(name) > first[0]:
-        return []
-    return [(a, b) for a, b in pairwise(touched[bisect_left(touched, first[1]) :]) if b > a + 1]
-
-
-def gaps_away(program: DeviceProgram, name: str, *, again: bool) -> list[tuple[int, int]]:
-    """The longest gap of a buffer, and if it is to be fetched `again` the longest one behind it."""
-    first = longest_gap(program, program.touches.get(name, ()))
-    if first is None:
-        return []
-    behind = gaps_behind(program, name, first) if again else []
-    return [first, *sorted(behind, key=lambda gap: -_work_in(program, gap))[:1]]
-
-
 def written_before(program: DeviceProgram, name: str, last: int) -> int:
     """Slot of the last write of a buffer up to its use in slot `last`; a copy may begin behind it.
 
@@ -204,20 +207,6 @@ def written_before(program: DeviceProgram, name: str, last: int) -> int:
     """
     written = program.last_write(name)
     return written if written <= last else last
-
-
-def _work_in(program: DeviceProgram, gap: tuple[int, int]) -> float:
-    return program.work[gap[1]] - program.work[gap[0] + 1]
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A copy of `buffer` on the device in slots [first, last), which ops use from `current` on."""
-
-    buffer: Buffer
-    first: int
-    last: int
-    current: int = 0
 
 
 def instances(
@@ -233,15 +222,15 @@ def instances(
                 departures.setdefault(task.buffer, []).append((issue, wait))
             elif task.is_fetch:
                 arrivals.setdefault(task.buffer, []).append((wait, issue + 1))
-    for buffer in program.dataflow.buffers:
+    off_device = (name for name in placement.homes if placement.is_off_device(name))
+    others = {*arrivals, *departures, *off_device}
+    for buffer, at_its_uses in zip(program.dataflow.buffers, program.order.at_uses, strict=True):
         name = buffer.name
-        fetches = sorted(arrivals[name]) if name in arrivals else []
-        spans = _spans(program, placement, buffer, fetches)
-        if not fetches and name not in departures:
-            ((first, last),) = spans
-            if first < last:
-                yield Instance(buffer, first, last, -1)
+        if name not in others:
+            yield from at_its_uses
             continue
+        fetches = sorted(arrivals.get(name, ()))
+        spans = _spans(program, placement, buffer, fetches)
         for number, (first, last) in enumerate(spans):
             current_from = fetches[number - 1][0] if number else -1
             current_to = fetches[number][0] if number < len(fetches) else program.end + 2
@@ -261,12 +250,9 @@ def _spans(
     """Slots of the original (empty where there is none) and of each fetched copy, uses alone."""
     end = program.end + 1
     touched = program.touches.get(buffer.name, [])
-    on_host = placement.homes.get(buffer.name, Tier.DEVICE) is not Tier.DEVICE
+    on_host = placement.is_off_device(buffer.name)
     if not (fetches or on_host):
-        if buffer.is_input:
-            return [(0, end)]
-        first, last = (touched[0], touched[-1] + 1) if touched else (0, 0)
-        return [(first, end if buffer.is_output else last)]
+        return [(held.first, held.last) for held in program.order.at_its_uses(buffer)] or [(0, 0)]
     waits = [wait for wait, _ in fetches]
     limits = [*waits, end]
     if on_host and buffer.is_input:
@@ -282,10 +268,25 @@ def _spans(
 
 def device_bytes(program: DeviceProgram, held: Iterable[Instance]) -> list[int]:
     """Bytes alive on the device in each slot, the last one being the end of the step."""
-    curve = IntervalSum(program.end + 1)
-    for instance in held:
-        curve.add(instance.buffer.nbytes, instance.first, instance.last)
-    return curve.values()
+    there = [*held]
+    return summed(
+        program.end + 1,
+        [instance.buffer.nbytes for instance in there],
+        [instance.first for instance in there],
+        [instance.last for instance in there],
+    )
+
+
+def summed(
+    slots: int, nbytes: Sequence[int], firsts: Sequence[int], lasts: Sequence[int]
+) -> list[int]:
+    """The sum in each slot of intervals [first, last) of so many bytes, as of an `IntervalSum`."""
+    differences = np.zeros(slots + 1, dtype=np.int64)
+    sizes = np.array(nbytes, dtype=np.int64)
+    np.add.at(differences, np.array(firsts, dtype=np.int64), sizes)
+    np.subtract.at(differences, np.minimum(np.array(lasts, dtype=np.int64), slots), sizes)
+    found: list[int] = np.cumsum(differences)[:-1].tolist()
+    return found
 
 
 class IntervalSum:

@@ -13,13 +13,14 @@ or a task is issued or waited for where nothing is, or in another order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from itertools import accumulate
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase
-from cotrain_compile.placement.check.rules import require
+from cotrain_compile.placement.check.rules import require, unsound
 from cotrain_compile.plan import Plan, Task
 
 TICKS_PER_OP = 5
@@ -71,11 +72,11 @@ class Copy:
 
     def expect(self, actor: Actor, needed: str) -> None:
         """Raise `PlanError` unless `actor` finds the value `needed`."""
-        require(
-            self.value == needed,
-            f"{actor.name} needs {self.buffer} {_as_left(needed)}, but finds it {self.place} "
-            f"{_as_left(self.value)}",
-        )
+        if self.value != needed:
+            raise unsound(
+                f"{actor.name} needs {self.buffer} {_as_left(needed)}, but finds it {self.place} "
+                f"{_as_left(self.value)}"
+            )
 
     def read(self, actor: Actor) -> None:
         """`actor` reads the value. Raises `PlanError` if a writer may still be at work."""
@@ -88,11 +89,11 @@ class Copy:
 
     def _require_done(self, actor: Actor, tasks: Iterable[str], verb: str) -> None:
         for task in tasks:
-            require(
-                actor.follows(task),
-                f"{actor.name} may {verb} {self.buffer} {self.place} before {task} is done with "
-                "it: wait for that first, or name it in `after`",
-            )
+            if not actor.follows(task):
+                raise unsound(
+                    f"{actor.name} may {verb} {self.buffer} {self.place} before {task} is done "
+                    "with it: wait for that first, or name it in `after`"
+                )
 
 
 def _as_left(value: str) -> str:
@@ -143,15 +144,10 @@ def values_of(dataflow: Dataflow) -> Values:
     wholes = dataflow.pieces.wholes
     for op in dataflow.ops:
         needed[op.name] = {
-            name: last.get(name, last.get(wholes.get(name, name), "")) for name in touched(op)
+            name: last.get(name, last.get(wholes.get(name, name), "")) for name in op.touched
         }
         last.update(dict.fromkeys(op.writes, op.name))
     return Values(needed, {buffer.name: last.get(buffer.name, "") for buffer in dataflow.buffers})
-
-
-def touched(op: Op) -> Sequence[str]:
-    """The buffers that `op` reads or writes, each once."""
-    return tuple(dict.fromkeys((*op.reads, *op.writes)))
 
 
 def known_to_the_host(dataflow: Dataflow) -> set[str]:
@@ -179,6 +175,12 @@ class Timetable:
     issues: Mapping[int, list[Task]]
     waits: Mapping[int, list[Task]]
     waits_before: Mapping[int, list[str]]
+
+    @cached_property
+    def gaps(self) -> frozenset[int]:
+        """The slots before which any task goes on."""
+        ticks = (*self.issues, *self.waits, *self.waits_before)
+        return frozenset(tick // TICKS_PER_OP for tick in ticks)
 
     def where(self, tick: int) -> str:
         """Where in the step a tick is, in words."""

@@ -30,7 +30,6 @@ from cotrain_compile.placement.check.copies import (
     peak,
     tick_of,
     timetable,
-    touched,
     values_of,
 )
 from cotrain_compile.placement.check.rules import require
@@ -87,7 +86,7 @@ class _Replay:
         self.values = values_of(dataflow)
         # What each exchange has until it is awaited, by the op that begins it.
         self.awaited = {
-            op.awaits: [name for name in touched(op) if name in touched(begin)]
+            op.awaits: [name for name in op.touched if name in begin.touched]
             for op in self.ops
             if op.awaits
             for begin in (dataflow.ops[dataflow.position[op.awaits]],)
@@ -114,15 +113,9 @@ class _Replay:
         self._begin()
         self._take_over()
         for slot in range(len(self.ops) + 1):
-            for moment in (Moment.ISSUE, Moment.OFFLOADS_DONE, Moment.FETCH, Moment.DONE):
-                self.tick = tick_of(slot, moment)
-                for task in self.times.issues.get(self.tick, ()):
-                    self._issue(task)
-                for task in self.times.waits.get(self.tick, ()):
-                    self._wait(task.name)
-                for name in self.times.waits_before.get(self.tick, ()):
-                    if name in self.left:
-                        self._wait(_before(name))
+            if slot in self.times.gaps:
+                for moment in (Moment.ISSUE, Moment.OFFLOADS_DONE, Moment.FETCH, Moment.DONE):
+                    self._go_on(tick_of(slot, moment))
             if slot < len(self.ops):
                 self.tick = tick_of(slot, Moment.OP)
                 self._run_op(self.ops[slot])
@@ -137,6 +130,17 @@ class _Replay:
             Tier.HOST: ReplayedPeak(host + inside + rooms, self.times.where(host_tick)),
             **({Tier.DISK: ReplayedPeak(on_disk, "between steps")} if on_disk else {}),
         }
+
+    def _go_on(self, tick: int) -> None:
+        """What tasks do at `tick`."""
+        self.tick = tick
+        for task in self.times.issues.get(tick, ()):
+            self._issue(task)
+        for task in self.times.waits.get(tick, ()):
+            self._wait(task.name)
+        for name in self.times.waits_before.get(tick, ()):
+            if name in self.left:
+                self._wait(_before(name))
 
     def _begin(self) -> None:
         for buffer in self.dataflow.buffers:
@@ -239,7 +243,7 @@ class _Replay:
         if op.awaits:
             self.done.add(_exchange(op.awaits))
         actor = Actor(op.name, self.done)
-        for name in touched(op):
+        for name in op.touched:
             copy = self.device.get(name)
             if copy is None:
                 is_new = name not in op.reads and not self.dataflow.buffer[name].is_input
@@ -321,9 +325,9 @@ class _Replay:
         before: dict[str, str] = {}  # values that are overwritten
         most = 0
         ops = [self.dataflow.ops[self.dataflow.position[name]] for name in region.ops]
-        last_use = {name: op for op in ops for name in touched(op)}
+        last_use = {name: op for op in ops for name in op.touched}
         for op in ops:
-            for name in touched(op):
+            for name in op.touched:
                 copy = own.get(name) or self.sent.get(name) or self.homes.get(name)
                 is_known = name in self.known or name in region.guesses
                 if copy is None and is_known and name not in op.writes:

@@ -18,7 +18,7 @@ those that are `refetched` once more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
@@ -127,9 +127,10 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     _check_updates(dataflow, plan)
     _check_carried(plan)
     _check_bundles(dataflow, plan)
-    for region in plan.host_regions:
-        if region.makes:
-            _check_cast(dataflow, plan.placement, region)
+    casts = [region for region in plan.host_regions if region.makes]
+    writers = _writers(dataflow, {region.makes for region in casts})
+    for region in casts:
+        _check_cast(dataflow, plan.placement, region, writers[region.makes])
     made = [region.makes for region in plan.host_regions if region.makes]
     _require_single(made, "is made on the host twice")
     states = {s: group.param for group in dataflow.updates for s in group.states}
@@ -258,7 +259,18 @@ def _may_be_carried(task: Task) -> bool:
             assert_never(task)
 
 
-def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) -> None:
+def _writers(dataflow: Dataflow, names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+    """The ops that write each of `names`, in program order."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    for op in dataflow.ops:
+        for name in found.keys() & op.writes:
+            found[name] = (*found[name], op.name)
+    return found
+
+
+def _check_cast(
+    dataflow: Dataflow, placement: Placement, region: HostRegion, writers: tuple[str, ...]
+) -> None:
     group = dataflow.update.get(region.param)
     require(
         group is not None and group.low_precision == region.makes,
@@ -269,7 +281,6 @@ def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) ->
         placement.is_off_device(region.param),
         f"{region.name} reads {region.param} on the host, but it is not at home there",
     )
-    writers = tuple(op.name for op in dataflow.ops if region.makes in op.writes)
     require(region.ops == writers, f"{region.name} does not run the cast that makes {region.makes}")
 
 
@@ -329,8 +340,9 @@ def _check_counts(plan: Plan, made: set[str], found: set[str], in_pieces: set[st
     fetched `in_pieces` is missed where its update has not all of them.
     """
     fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
-    for name in {*fetched, *plan.placement.away} - in_pieces:
-        away, again = name in plan.placement.away, name in plan.placement.refetched
+    all_away, refetched = set(plan.placement.away), set(plan.placement.refetched)
+    for name in {*fetched, *all_away} - in_pieces:
+        away, again = name in all_away, name in refetched
         twice = away and (name in made or name in plan.placement.homes)
         most = 2 if twice or again or name in found else 1
         require(
@@ -355,4 +367,9 @@ def _require_single(names: Iterable[str], message: str) -> None:
 def require(condition: bool, message: str) -> None:
     """Raise `PlanError` with `message` unless `condition` holds."""
     if not condition:
-        raise PlanError(f"unsound plan: {message}")
+        raise unsound(message)
+
+
+def unsound(message: str) -> PlanError:
+    """What is raised where a plan contradicts its step; made only then, where much is looked at."""
+    return PlanError(f"unsound plan: {message}")

@@ -30,8 +30,6 @@ from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.host_memory import made_by
 from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
 from cotrain_compile.placement.residency import (
-    gaps_behind,
-    longest_gap,
     written_before,
 )
 from cotrain_compile.placement.schedule.hoisted_updates import update_needs
@@ -137,14 +135,14 @@ def _leaving(
         temporary = buffer.role is Role.TEMPORARY and buffer.is_passing
         if not temporary or buffer.name in taken or buffer.nbytes <= floor_bytes:
             continue
-        gap = longest_gap(step.program, step.program.touches.get(buffer.name, ()))
+        gap = step.program.order.longest_gap(step.program.touches.get(buffer.name, ()))
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
         leaves, returns = step.bucket_after(gap[0]), step.bucket_before(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
             yield buffer, (leaves, returns, movable, False), gap
-        for later in gaps_behind(step.program, buffer.name, gap) if behind else ():
+        for later in step.program.order.gaps_behind(buffer.name, gap) if behind else ():
             leaves, returns = step.bucket_after(later[0]), step.bucket_before(later[1])
             if step.apart(leaves, returns):
                 yield buffer, (leaves, returns, True, True), later
@@ -246,7 +244,7 @@ def _kept(step: BucketedStep, param: str) -> KeptGradients:
         made = step.bucket(touched[0])
         return KeptGradients(nbytes, made, written=step.bucket(written))
     old = [slot for slot in touched if slot <= written] if written >= 0 else touched
-    gap = longest_gap(step.program, old)
+    gap = step.program.order.longest_gap(old)
     uses = [*touched[:1], *([gap[1]] if gap is not None else [])]
     return KeptGradients(
         nbytes,
@@ -265,7 +263,7 @@ def _uses(step: BucketedStep, fetched: str) -> Sequence[int]:
     uses = step.program.touches.get(fetched) or [step.program.end]
     made = -1 if step.dataflow.buffer[fetched].is_input else step.program.last_write(fetched)
     reads = [slot for slot in uses if slot != made]
-    gap = longest_gap(step.program, reads) or (uses[-1], uses[-1])
+    gap = step.program.order.longest_gap(reads) or (uses[-1], uses[-1])
     return [step.bucket(slot) for slot in (uses[0], *gap, uses[-1])]
 
 

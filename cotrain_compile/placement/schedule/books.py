@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
@@ -187,9 +187,7 @@ class TaskList:
     def tasks(self) -> list[Task]:
         """In order of issue."""
         return [
-            replace(
-                task, issue_after=after, wait_before=self._waits.get(task.name, task.wait_before)
-            )
+            task.between(after, self._waits.get(task.name, task.wait_before))
             for task, after in self._issued
         ]
 

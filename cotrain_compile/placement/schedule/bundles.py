@@ -61,28 +61,63 @@ class _Window:
     nbytes: int
 
 
-def bundled(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[Task] | None:
-    """`tasks` in bundles, in their new order of issue; None where nothing may be joined.
+@dataclass(frozen=True)
+class _Spot:
+    """Where a task is: the slots after which it is issued, may be at the latest, is awaited.
 
-    No task is issued more than `reach` ops later than it was, or earlier.
+    Those of one `kind` may be joined; None for one that goes by itself.
     """
-    # An update on guesses is not to wait for a bundle, nor come behind what it goes ahead of.
-    if any(isinstance(task, HostRegion) and task.guesses for task in tasks):
-        return None
-    windows = _windows(program, tasks, reach)
-    kinds: dict[object, list[_Window]] = {}
-    for window in windows:
-        if (kind := _kind(program.dataflow, tasks[window.number])) is not None:
-            kinds.setdefault(kind, []).append(window)
-    groups = [group for kind in kinds.values() for group in _groups(kind) if len(group) >= FEWEST]
-    if not groups:
-        return None
-    return _ordered(program, tasks, windows, groups)
+
+    task: Task
+    own: int
+    latest: int
+    wait: int
+    nbytes: int
+    may_be_earlier: bool
+    kind: object | None
 
 
-def _kind(dataflow: Dataflow, task: Task) -> object | None:
+class Bundler:
+    """The tasks of a program, each by itself so far."""
+
+    def __init__(self, program: DeviceProgram, tasks: Sequence[Task]) -> None:
+        self._program, self._tasks = program, tasks
+        # An update on guesses is not to wait for a bundle, nor come behind what it goes ahead of.
+        guessed = any(isinstance(task, HostRegion) and task.guesses for task in tasks)
+        dataflow = program.dataflow
+        fetches = Counter(t.buffer for t in tasks if isinstance(t, Transfer) and t.is_fetch)
+        self._spots = [
+            _Spot(
+                task,
+                program.issue_slot(task),
+                latest_issue(program, task),
+                program.wait_slot(task),
+                nbytes := _nbytes(dataflow, task),
+                _may_be_earlier(dataflow, task, fetches),
+                None if guessed else _kind(dataflow, task, nbytes),
+            )
+            for task in tasks
+        ]
+
+    def within(self, reach: int) -> list[Task] | None:
+        """The tasks in bundles, in their new order of issue; None where nothing may be joined.
+
+        No task is issued more than `reach` ops later than it was, or earlier.
+        """
+        if all(spot.kind is None for spot in self._spots):
+            return None
+        windows = _windows(self._spots, reach, self._program.end)
+        kinds: dict[object, list[_Window]] = {}
+        for spot, window in zip(self._spots, windows, strict=True):
+            if spot.kind is not None:
+                kinds.setdefault(spot.kind, []).append(window)
+        groups = [g for kind in kinds.values() for g in _groups(kind) if len(g) >= FEWEST]
+        return _ordered(self._program, self._tasks, windows, groups) if groups else None
+
+
+def _kind(dataflow: Dataflow, task: Task, nbytes: int) -> object | None:
     """Equal for tasks that may be joined; None for one that goes by itself."""
-    if task.carried or task.after_previous or _nbytes(dataflow, task) > SMALL_BYTES:
+    if task.carried or task.after_previous or nbytes > SMALL_BYTES:
         return None
     match task:
         case Transfer():
@@ -108,21 +143,24 @@ def _nbytes(dataflow: Dataflow, task: Task) -> int:
             assert_never(task)
 
 
-def _windows(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[_Window]:
-    fetches = Counter(t.buffer for t in tasks if isinstance(t, Transfer) and t.is_fetch)
+def _windows(spots: Sequence[_Spot], reach: int, end: int) -> list[_Window]:
     last: dict[str, int] = {}
-    for task in reversed(tasks):
-        own = min(latest_issue(program, task), program.issue_slot(task) + reach)
-        last[task.name] = min(own, last.get(task.name, program.end - 1))
-        for name in task.after:
-            last[name] = min(last.get(name, program.end - 1), last[task.name])
-    found = []
-    for number, task in enumerate(tasks):
-        own = program.issue_slot(task)
-        first = max(-1, own - reach) if _may_be_earlier(program.dataflow, task, fetches) else own
-        latest, wait = max(last[task.name], own), program.wait_slot(task)
-        found.append(_Window(number, first, own, latest, wait, _nbytes(program.dataflow, task)))
-    return found
+    for spot in reversed(spots):
+        own = min(spot.latest, spot.own + reach, last.get(spot.task.name, end - 1))
+        last[spot.task.name] = own
+        for name in spot.task.after:
+            last[name] = min(last.get(name, end - 1), own)
+    return [
+        _Window(
+            number,
+            max(-1, spot.own - reach) if spot.may_be_earlier else spot.own,
+            spot.own,
+            max(last[spot.task.name], spot.own),
+            spot.wait,
+            spot.nbytes,
+        )
+        for number, spot in enumerate(spots)
+    ]
 
 
 def _may_be_earlier(dataflow: Dataflow, task: Task, fetches: Counter[str]) -> bool:
@@ -206,7 +244,7 @@ def _joined(
     """The tasks of a unit, issued after the op in `slot`."""
     issue = program.ops[slot].name if slot >= 0 else None
     if len(tasks) == 1:
-        return [replace(tasks[0], issue_after=issue)]
+        return [tasks[0].between(issue, tasks[0].wait_before)]
     wait = min(w.wait for w in unit)
     before = program.ops[wait].name if wait < program.end else None
     return [
@@ -278,7 +316,7 @@ def _touched_on_device(task: Task) -> tuple[str, ...]:
 def _issued_after(program: DeviceProgram, task: Task, slot: int) -> Task:
     if slot == program.issue_slot(task):
         return task
-    return replace(task, issue_after=program.ops[slot].name)
+    return task.between(program.ops[slot].name, task.wait_before)
 
 
 def calls_s(placed: PlacedStep) -> float:

@@ -141,6 +141,8 @@ class OffloadLane:
 
     def _due(self) -> list[_Flight]:
         """The flights whose waits would give memory back in this gap."""
+        if not self._flights:
+            return []
         return [flight for flight in self._flights if flight.holds_from <= self._clock.gap]
 
     def _wait_for(self, flight: _Flight) -> None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Phase, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, UpdateGroup
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
-    Instance,
     gradients_at_home,
+    low_precision_makers,
+    without_ops,
     written_before,
 )
 from cotrain_compile.placement.schedule import books
@@ -39,7 +40,7 @@ from cotrain_compile.placement.schedule.moves import (
     UpdateOnHost,
 )
 from cotrain_compile.placement.schedule.moves_of_pieces import in_pieces
-from cotrain_compile.placement.schedule.stays import stays, stays_of_refetched
+from cotrain_compile.placement.schedule.stays import stays
 from cotrain_compile.plan import Placement
 
 
@@ -58,12 +59,10 @@ class _Finder:
         every = update_needs(self.dataflow)
         self.needs = {group.param: every[group.param] for group in self.moving}
         supporting = {name for needs in self.needs.values() for name in needs.support}
-        taken = supporting.union(*(group.ops for group in self.moving))
-        staying = tuple(op for op in whole.ops if op.name not in taken)
-        self.program = replace(whole, ops=staying)
+        self.program = without_ops(whole, supporting.union(*(g.ops for g in self.moving)))
         seconds = problem.costs.device_s
-        self.backward = [i for i, op in enumerate(staying) if op.phase is Phase.BACKWARD]
-        self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
+        durations_s = (seconds[op.name] for op in self.program.ops)
+        self.elapsed_s = list(accumulate(durations_s, initial=0.0))
         self.away, self.refetched = set(placement.away), set(placement.refetched)
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
@@ -75,7 +74,9 @@ class _Finder:
         # What moved updates read must stay until they run, however early the others are done.
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
-        self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
+        ops, position = self.dataflow.ops, self.dataflow.position
+        moved_along = (ops[position[name]] for name in supporting - whole.left_out)
+        self.shared |= {made for op in moved_along for made in op.writes}
         self.shared = self.shared.union(*(needs.made_before for needs in self.needs.values()))
         self.sends: list[Send] = []
         self.offloads: dict[str, Send] = {}  # those of `sends` that make a copy, by buffer
@@ -93,8 +94,13 @@ class _Finder:
     def moves(self) -> Moves:
         self._casts()
         fetched = {copy: param for param, copy in self.program.fetched.items()}
-        for buffer in self.dataflow.buffers:
-            if buffer.name in self.at_home:
+        homes = self.placement.homes.items()
+        off_device = (name for name, tier in homes if tier is not Tier.DEVICE)
+        others = self.at_home.union(fetched, off_device, self.shared, self.away, self.read_by_moved)
+        for buffer, stays_there in zip(self.dataflow.buffers, self.program.unmoved, strict=True):
+            if buffer.name not in others:
+                self.instances += stays_there
+            elif buffer.name in self.at_home:
                 self._gradient_at_home(buffer)
             elif buffer.name in fetched:
                 self._weight(buffer, fetched[buffer.name])
@@ -124,11 +130,11 @@ class _Finder:
     # Buffers.
 
     def _casts(self) -> None:
-        writer = {name: op for op in self.dataflow.ops for name in op.writes}
         copied = [(p, copy) for p, copy in self.program.fetched.items() if copy != p]
-        first_use = {name: slots[0] for name, slots in self.program.touches.items()}
-        for param, copy in sorted(copied, key=lambda pair: first_use.get(pair[1], 0)):
-            ops = (writer[copy].name,)
+        makers = low_precision_makers(self.dataflow) if copied else {}
+        touches = self.program.touches
+        for param, copy in sorted(copied, key=lambda pair: touches.get(pair[1], (0,))[0]):
+            ops = makers[copy][-1:]
             seconds = self.problem.host_cast_s(ops)
             name = books.task_name("cast", param)
             cast = Cast(name, param, copy, ops, seconds, self._carried_update(param))
@@ -143,7 +149,8 @@ class _Finder:
         # The gap to be away in is before the update: after it the weight is on its way home.
         limit = self.windows[param][1] if group is not None else self.program.end
         old = [slot for slot in touched if slot < limit]
-        found = self._stays(buffer, old)
+        gap = self.program.order.longest_gap(old) if self._is_away(buffer) else None
+        found = stays(old, () if gap is None else (gap,))
         if found and len(old) < len(touched):
             found[-1] = (found[-1][0], touched[-1])
         for number, (first, last) in enumerate(found):
@@ -206,24 +213,22 @@ class _Finder:
         self.instances.append(Instance(buffer, first, self.program.end + 1))
 
     def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
-        found = self._stays(buffer, touched)
-        if buffer.name in self.refetched and len(found) > 1:
-            found = stays_of_refetched(self.program, buffer.name, touched)
-        for number, (first, last) in enumerate(found):
+        times = 2 if buffer.name in self.refetched else 1
+        gaps = self.program.order.gaps_away(buffer.name)[:times] if self._is_away(buffer) else ()
+        for number, (first, last) in enumerate(stays(touched, gaps)):
             if buffer.name in self.read_by_moved and buffer.name not in self.away:
                 last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
             self.instances.append(Instance(buffer, first, last + 1))
             if number:
-                before = found[0][1]
+                before = gaps[0][0]
                 # Its copy may be on its way while it is still read.
                 written = written_before(self.program, buffer.name, before)
                 send = self._send(buffer, written, before + 1)
                 name = books.task_name("fetch" if number == 1 else "refetch", buffer.name)
                 self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 
-    def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
-        leaves = buffer.name in self.away and buffer.name not in self.read_by_moved
-        return stays(self.program, touched, away=leaves)
+    def _is_away(self, buffer: Buffer) -> bool:
+        return buffer.name in self.away and buffer.name not in self.read_by_moved
 
     def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
         if buffer.name not in self.offloads:
@@ -272,7 +277,8 @@ class _Finder:
         """The slot after which an update on the host may start that its inputs allow so early."""
         if self.placement.early_updates:
             return earliest
-        return max([earliest, *self.backward[: bisect_left(self.backward, limit)][-1:]])
+        backward = self.program.order.backward
+        return max([earliest, *backward[: bisect_left(backward, limit)][-1:]])
 
     def _speculation(
         self, group: UpdateGroup, inputs: Mapping[str, str]

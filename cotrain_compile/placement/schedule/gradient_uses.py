@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cotrain_compile.placement.residency import DeviceProgram, longest_gap
+from cotrain_compile.placement.residency import DeviceProgram
+from cotrain_compile.placement.schedule.stays import stays
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,5 @@ def gradient_uses(program: DeviceProgram, name: str, limit: int) -> GradientUses
     before = [slot for slot in touched if slot < limit]
     written = [slot for slot in touched if name in program.ops[slot].writes]
     unchanged = [slot for slot in before if slot <= min(written, default=program.end)]
-    gap = longest_gap(program, unchanged)
-    stays = [(touched[0], touched[-1])] if touched else []
-    if gap is not None:
-        stays = [(touched[0], gap[0]), (gap[1], touched[-1])]
-    return GradientUses(stays, before, written)
+    gap = program.order.longest_gap(unchanged)
+    return GradientUses(stays(touched, () if gap is None else (gap,)), before, written)

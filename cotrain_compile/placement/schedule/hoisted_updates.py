@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
 from cotrain_compile.placement.host_memory import made_in, spans_in
-from cotrain_compile.placement.remembered import remembered
+from cotrain_compile.placement.remembered import once
 from cotrain_compile.placement.residency import HOST_MODES, IntervalSum
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
 from cotrain_compile.plan import Placement, UpdateMode
@@ -46,13 +46,9 @@ class UpdateNeeds:
     workspace_bytes: int
 
 
+@once
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""
-    return _update_needs(dataflow, None)
-
-
-@remembered
-def _update_needs(dataflow: Dataflow, _: None) -> Mapping[str, UpdateNeeds]:
     support = _Support(dataflow)
     return {
         group.param: UpdateNeeds(
@@ -110,11 +106,13 @@ class _Support:
 
 def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[str]) -> None:
     """Take out of `candidates` what an op that stays touches too, and what that is made of."""
-    touching: dict[str, list[str]] = {}
-    writers = Counter(name for op in dataflow.ops for name in op.writes)
-    for op in dataflow.ops:
-        for name in op.touched:
-            touching.setdefault(name, []).append(op.name)
+    made = {name for op in candidates.values() for name in op.writes}
+    touching: dict[str, list[str]] = {name: [] for name in made}
+    writers = Counter[str]()
+    for op in dataflow.ops if made else ():
+        for name in made.intersection(op.touched):
+            touching[name].append(op.name)
+            writers[name] += op.writes.count(name)
     # Whatever touches an op's result comes later than it, so that one pass from the end is enough.
     for op in reversed(tuple(candidates.values())):
         users = {user for name in op.writes for user in touching[name]} - own

@@ -68,7 +68,10 @@ class HostLane:
         By the use of weights, each in its turn: its inputs then go before those of others.
         """
         gap = self._clock.gap
-        self._speculate(gap)
+        if self._speculative:
+            self._speculate(gap)
+        if not self._waiting or self._waiting[0].earliest >= gap:
+            return
         held_back: deque[UpdateOnHost] = deque()
         while self._waiting and self._waiting[0].earliest < gap:
             update = self._waiting.popleft()
@@ -126,8 +129,9 @@ class HostLane:
 
     def return_due(self) -> None:
         """Issue the ways back of the weights that the next op needs."""
-        for update in [u for u in self._returning if u.limit <= self._clock.gap]:
-            self.return_weight(update)
+        if self._returning:
+            for update in [u for u in self._returning if u.limit <= self._clock.gap]:
+                self.return_weight(update)
 
     def return_weight(self, update: UpdateOnHost) -> None:
         """Move the new parameter over the old one."""

@@ -84,8 +84,11 @@ class ListScheduler:
             op_s = self.elapsed_s[slot + 1] - self.elapsed_s[slot]
             self.clock.gap = slot
             self._open_gap()
-            self._run_ready_updates()
-            self._make_room()
+            if self.pending:
+                self._run_ready_updates()
+                self._force_updates_that_would_not_fit_later()
+            while not self.ledger.op_fits(slot):
+                self._force()
             self._bring_what_is_needed()
             self._feed_lanes(op_s)
             self.clock.now_s += op_s
@@ -122,13 +125,7 @@ class ListScheduler:
 
     def _counted(self) -> list[Pending]:
         """The updates that may run at any time."""
-        return [pending for pending in self.pending if pending.counted] if self.pending else []
-
-    def _make_room(self) -> None:
-        """Before the next op: force waits, then updates, until what it needs fits."""
-        self._force_updates_that_would_not_fit_later()
-        while not self.ledger.op_fits(self.clock.gap):
-            self._force()
+        return [pending for pending in self.pending if pending.counted]
 
     def _force(self) -> None:
         """Give back some of what is held: wait for an offload, or run an update."""
@@ -147,6 +144,8 @@ class ListScheduler:
 
     def _reserved(self) -> int:
         """Room for the largest of the updates that may run now, in bytes."""
+        if not self.pending:
+            return 0
         return max((pending.still_to_come_bytes for pending in self._counted()), default=0)
 
     def _short_of(self, pending: Pending) -> int:

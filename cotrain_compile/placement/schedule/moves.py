@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from cotrain_compile.dataflow import UpdateGroup
-from cotrain_compile.placement.residency import DeviceProgram, Instance, IntervalSum
+from cotrain_compile.placement.op_order import Instance
+from cotrain_compile.placement.residency import DeviceProgram, device_bytes, summed
 
 _T = TypeVar("_T")
 
@@ -183,20 +184,20 @@ class Moves:
 
     @cached_property
     def slot_bytes(self) -> list[int]:
-        curve = IntervalSum(self.program.end + 1)
-        for held in self.instances:
-            curve.add(held.buffer.nbytes, held.first, held.last)
-        return curve.values()
+        return device_bytes(self.program, self.instances)
 
     @cached_property
     def gap_bytes(self) -> list[int]:
-        curve = IntervalSum(self.program.end + 1)
-        for held in self.instances:
-            # Gap k lies between ops k - 1 and k; inputs are there in gap 0.
-            first = 0 if held.first == 0 and held.buffer.is_input else held.first + 1
-            if first < held.last:
-                curve.add(held.buffer.nbytes, first, held.last)
-        return curve.values()
+        # Gap k lies between ops k - 1 and k; inputs are there in gap 0.
+        return summed(
+            self.program.end + 1,
+            [held.buffer.nbytes for held in self.instances],
+            [
+                0 if held.first == 0 and held.buffer.is_input else min(held.first + 1, held.last)
+                for held in self.instances
+            ],
+            [held.last for held in self.instances],
+        )
 
 
 def _by(items: Iterable[_T], key: Callable[[_T], int | None]) -> dict[int, list[_T]]:

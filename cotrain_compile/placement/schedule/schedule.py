@@ -27,7 +27,7 @@ from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.placement.schedule.books import DoesNotFit
-from cotrain_compile.placement.schedule.bundles import alone, bundled, calls_s, settled
+from cotrain_compile.placement.schedule.bundles import Bundler, alone, calls_s, settled
 from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
@@ -130,20 +130,24 @@ def _in_bundles(problem: Problem, found: Draft) -> Draft:
     placed = place(problem, found.placement, tasks, found.moved)
     program, best = placed.program, found
     limit_s = _started_s(problem, found.step_s, tasks) * (1 + ROUNDING)
+    bundler, tried = Bundler(program, tasks), list[list[Task]]()
     for reach in REACHES if program.ops else ():
-        joined = bundled(program, tasks, program.end if reach is None else reach)
-        if joined is None:
+        joined = bundler.within(program.end if reach is None else reach)
+        if joined is None or joined in tried:
             continue
+        tried.append(joined)
         in_bundles = replace(placed, tasks=tuple(joined))
         seconds = step_s(in_bundles)
         takes_s = _started_s(problem, seconds, joined)
-        fits = (
-            max(in_bundles.device_bytes) <= problem.budgets[Tier.DEVICE]
-            and in_bundles.host_bytes <= problem.budgets[Tier.HOST]
-        )
-        if fits and takes_s <= limit_s:
+        if takes_s <= limit_s and _fits(in_bundles):
             best, limit_s = replace(found, tasks=in_bundles.tasks, step_s=seconds), takes_s
     return best
+
+
+def _fits(placed: PlacedStep) -> bool:
+    budgets = placed.problem.budgets
+    on_device = max(placed.device_bytes) <= budgets[Tier.DEVICE]
+    return on_device and placed.host_bytes <= budgets[Tier.HOST]
 
 
 def _started_s(problem: Problem, seconds: float, tasks: Sequence[Task]) -> float:
@@ -224,14 +228,17 @@ def with_latest_waits(placed: PlacedStep) -> PlacedStep:
     A wait can only ever hold up the device, so a later one makes a plan sturdier against links that
     are slower than predicted.
     """
-    ends: dict[str, dict[int, int]] = {}  # of each copy of a buffer, by when it is current
+    offloaded = (t.buffer for t in placed.tasks if isinstance(t, Transfer) and t.is_offload)
+    # Of each copy of a buffer that leaves when it ends, by when it is current.
+    ends: dict[str, dict[int, int]] = {name: {} for name in offloaded}
     for held in placed.instances:
-        ends.setdefault(held.buffer.name, {})[held.current] = held.last
+        if held.buffer.name in ends:
+            ends[held.buffer.name][held.current] = held.last
     room = placed.problem.budgets[Tier.DEVICE] - np.array(placed.device_bytes, dtype=np.int64)
     result: list[Task] = []
     for task in placed.tasks:
         if isinstance(task, Transfer) and task.is_offload:
-            task = _with_latest_wait(placed.program, ends.get(task.buffer, {}), task, room)
+            task = _with_latest_wait(placed.program, ends[task.buffer], task, room)
         result.append(task)
     return replace(placed, tasks=tuple(result))
 
@@ -254,4 +261,4 @@ def _with_latest_wait(
             slot -= 1
         else:
             room[slot] -= task.nbytes
-    return replace(task, wait_before=program.ops[slot].name if slot < end else None)
+    return task.between(task.issue_after, program.ops[slot].name if slot < end else None)

@@ -18,7 +18,7 @@ import numpy as np
 from cotrain_compile.dataflow import Role
 from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import DeviceProgram, gaps_away, owners
+from cotrain_compile.placement.residency import DeviceProgram, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.plan import Placement
@@ -90,7 +90,7 @@ def with_all_away(problem: Problem, placement: Placement, least_bytes: float = 0
 
 
 def _has_gap(program: DeviceProgram, name: str) -> bool:
-    return bool(gaps_away(program, name, again=False))
+    return bool(program.order.gaps_away(name))
 
 
 def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> Iterator[Gap]:
@@ -101,7 +101,7 @@ def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> 
         if not is_value or buffer.name in owned or buffer.name in shared:
             continue
         if buffer.nbytes > least_bytes:
-            for number, gap in enumerate(gaps_away(program, buffer.name, again=True)):
+            for number, gap in enumerate(program.order.gaps_away(buffer.name)):
                 yield Gap(buffer.name, number, *gap, buffer.nbytes)
 
 

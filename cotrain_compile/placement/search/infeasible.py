@@ -18,7 +18,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import gaps_away, low_precision_copies, owners
+from cotrain_compile.placement.residency import low_precision_copies, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import (
@@ -175,7 +175,7 @@ def least_of(problem: Problem) -> Least:
     program = place(problem, placement).program
     owned = owners(program.dataflow)
     passing = (name for name in placement.away if name not in owned)
-    again = tuple(name for name in passing if len(gaps_away(program, name, again=True)) > 1)
+    again = tuple(name for name in passing if len(program.order.gaps_away(name)) > 1)
     placement = replace(placement, refetched=again)
     moves = moves_of(problem, placement)
     nbytes = shortfall_bytes(problem.with_budget(Tier.DEVICE, 0), moves)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import longest_gap, owners
+from cotrain_compile.placement.residency import owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.search.cover import with_all_away
@@ -90,7 +90,7 @@ def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int
         held.buffer.name: (*gap, held.buffer.nbytes)
         for held in moves.instances
         if held.buffer.name in movable
-        and (gap := longest_gap(program, program.touches[held.buffer.name])) is not None
+        and (gap := program.order.longest_gap(program.touches[held.buffer.name])) is not None
     }
     if not gaps:
         return []

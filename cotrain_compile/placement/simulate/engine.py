@@ -22,9 +22,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import networkx as nx
@@ -35,6 +37,13 @@ from cotrain_compile.plan import Span, Timeline
 
 _V = TypeVar("_V")
 _Key = tuple[str, int]
+
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+def _nothing() -> Mapping[str, int]:
+    return _NOTHING
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class Work:
     seconds: float
     after: tuple[str, ...] = ()
     after_previous: tuple[str, ...] = ()
-    allocates: Mapping[str, int] = field(default_factory=dict)
-    frees: Mapping[str, int] = field(default_factory=dict)
+    allocates: Mapping[str, int] = field(default_factory=_nothing)
+    frees: Mapping[str, int] = field(default_factory=_nothing)
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -63,15 +72,6 @@ class Work:
     def key(self) -> _Key:
         """What tells it from all others of a simulation."""
         return self.name, self.step
-
-    @property
-    def before(self) -> list[_Key]:
-        """The works that must have ended before it starts."""
-        step = self.step
-        before = [(name, step) for name in self.after]
-        if step:
-            before += [(name, step - 1) for name in self.after_previous]
-        return before
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,18 @@ def simulate(
     run = _run(works, lanes, contention)
     return Timeline(
         source="predicted",
-        spans=tuple(span for _, span in run.ended),
+        spans=tuple(span for _, span in run.spans()),
         peak_bytes=_by_tier(run.memory.peak_bytes),
         memory=_by_tier({tier: tuple(curve) for tier, curve in run.memory.curve.items()}),
     )
+
+
+def makespan_s(
+    works: Sequence[Work], lanes: Iterable[LaneSpec], contention: Contention = UNDISTURBED
+) -> float:
+    """Seconds from the first start to the last end of the same; raises as `simulate`."""
+    ended = _run(works, lanes, contention).ended
+    return ended[-1][2] - min(start_s for _, start_s, _ in ended) if ended else 0.0
 
 
 def _run(
@@ -147,7 +155,7 @@ def steady_state(
     if steps < 2:
         raise ValueError(f"a period needs at least 2 steps, not {steps}")
     spans: list[list[Span]] = [[] for _ in range(steps)]
-    for work, span in _run(repeat(works, steps), lanes, contention).ended:
+    for work, span in _run(repeat(works, steps), lanes, contention).spans():
         spans[work.step].append(span)
     # In order of their end: the last one of a step ends it.
     ends_s = [of_step[-1].end_s if of_step else 0.0 for of_step in spans]
@@ -197,8 +205,10 @@ def _dependencies(
     contention: Contention,
 ) -> list[list[int]]:
     """The works that each waits for, by their places among `works`; refuses names without sense."""
-    place = {(work.name, work.step): i for i, work in enumerate(works)}
-    if len(place) < len(works):
+    places: dict[int, dict[str, int]] = {}  # of works by step and name
+    for place, work in enumerate(works):
+        places.setdefault(work.step, {})[work.name] = place
+    if sum(map(len, places.values())) < len(works):
         twice = next(name for (name, _), n in Counter(w.key for w in works).items() if n > 1)
         raise PlanError(f"two works are named {twice}; names must be unique")
     before = []
@@ -206,11 +216,15 @@ def _dependencies(
         if work.lane not in lanes:
             raise PlanError(f"work {work.name} is on lane {work.lane}, known are {sorted(lanes)}")
         try:
-            before.append([place[key] for key in work.before])
+            own = places[work.step]
+            earlier = [own[name] for name in work.after]
+            if work.step and work.after_previous:
+                own = places.get(work.step - 1, {})
+                earlier += [own[name] for name in work.after_previous]
         except KeyError as error:
-            missing = error.args[0][0]
-            text = f"work {work.name} waits for {missing}, which is no work here"
+            text = f"work {work.name} waits for {error.args[0]}, which is no work here"
             raise PlanError(text) from None
+        before.append(earlier)
     for (slowed, busy), factor in contention.slowdown.items():
         if slowed not in lanes or busy not in lanes or slowed == busy or not factor >= 1:
             raise PlanError(
@@ -223,7 +237,7 @@ def _dependencies(
     return before
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Running:
     """A started work: what is left of it as of `since_s`, at `rate` seconds per second."""
 
@@ -232,7 +246,7 @@ class _Running:
     left_s: float
     since_s: float
     rate: float
-    ticket: int = 0  # of its latest entry in the queue of ends; older entries are void
+    ticket: int  # of its latest entry in the queue of ends; older entries are void
 
 
 class _Memory:
@@ -255,8 +269,35 @@ class _Memory:
             self.curve.setdefault(tier, [(0.0, 0)]).append((now_s, alive))
 
 
+class _Rates:
+    """How fast works on each lane proceed while others are busy: these by bits, as in `_Run`."""
+
+    def __init__(self, number: Mapping[str, int], contention: Contention) -> None:
+        self.slows: list[list[int]] = [[] for _ in number]  # by each lane
+        self._factors: list[list[tuple[int, float]]] = [[] for _ in number]
+        for (slowed, busy), factor in contention.slowdown.items():
+            self._factors[number[slowed]].append((1 << number[busy], factor))
+            self.slows[number[busy]].append(number[slowed])
+        self._paths: list[list[tuple[int, SharedPath]]] = [[] for _ in number]
+        for path in contention.crowded:
+            on_path = [number[name] for name in path.links]
+            for lane in on_path:
+                others = [other for other in on_path if other != lane]
+                self._paths[lane].append((sum(1 << other for other in others), path))
+                self.slows[lane] += others
+        self._known: list[dict[int, float]] = [{} for _ in number]
+
+    def rate(self, lane: int, busy: int) -> float:
+        """Seconds that a work on `lane` proceeds in a second."""
+        if busy not in self._known[lane]:
+            factors = (factor for other, factor in self._factors[lane] if busy & other)
+            crowded = (path.slowdown(1 + (busy & o).bit_count()) for o, path in self._paths[lane])
+            self._known[lane][busy] = 1.0 / max(chain(factors, crowded), default=1.0)
+        return self._known[lane][busy]
+
+
 class _Run:
-    """The state of one simulation between two events."""
+    """The state of one simulation between two events. Lanes go by number, those busy by a bit."""
 
     def __init__(
         self,
@@ -265,97 +306,90 @@ class _Run:
         lanes: Mapping[str, LaneSpec],
         contention: Contention,
     ) -> None:
-        self.works = works
-        self.before = before
-        self.lanes = lanes
-        self.waiting: dict[str, deque[int]] = {name: deque() for name in lanes}
-        self.running: dict[str, list[_Running]] = {name: [] for name in lanes}
+        self.works, self.before = works, before
+        number = {name: lane for lane, name in enumerate(lanes)}
+        self.workers = [lane.workers for lane in lanes.values()]
+        self.lane_of = [number[work.lane] for work in works]
+        self.waiting: list[deque[int]] = [deque() for _ in lanes]
+        self.running: list[list[_Running]] = [[] for _ in lanes]
         self.open_dependencies = [len(earlier) for earlier in before]
         self.dependents: list[list[int]] = [[] for _ in works]
-        for place, work in enumerate(works):
-            self.waiting[work.lane].append(place)
+        for place, lane in enumerate(self.lane_of):
+            self.waiting[lane].append(place)
             for earlier in before[place]:
                 self.dependents[earlier].append(place)
-        self.slowed_by: dict[str, list[tuple[str, float]]] = {name: [] for name in lanes}
-        self.slows: dict[str, list[str]] = {name: [] for name in lanes}
-        for (slowed, busy), factor in contention.slowdown.items():
-            self.slowed_by[slowed].append((busy, factor))
-            self.slows[busy].append(slowed)
-        self.paths: dict[str, list[SharedPath]] = {}
-        for path in contention.crowded:
-            for lane in path.links:
-                self.paths.setdefault(lane, []).append(path)
-                self.slows[lane] += [other for other in path.links if other != lane]
+        self.rates = _Rates(number, contention)
+        self.busy = 0
+        self.settled = 0  # the lanes that were busy when rates were corrected last
         self.now_s = 0.0
         self.tickets = 0
         self.ends: list[tuple[float, int, _Running]] = []
-        self.ended: list[tuple[Work, Span]] = []
+        self.ended: list[tuple[int, float, float]] = []  # place, start and end
         self.memory = _Memory()
 
     def to_the_end(self) -> _Run:
-        self._start_ready(self.lanes)
-        while self.ends:
-            self._start_ready(self._end_due())
+        self._start_ready(range(len(self.workers)))
+        ends = self.ends
+        while ends:
+            touched: dict[int, None] = {}  # a set that keeps its order, so that runs are repeatable
+            self.now_s = ends[0][0]
+            while ends and ends[0][0] == self.now_s:
+                _, ticket, running = heapq.heappop(ends)
+                if ticket == running.ticket:
+                    self._end(running, touched)
+            self._start_ready(touched)
         if len(self.ended) < len(self.works):
             raise PlanError(self._deadlock())
         return self
 
-    def _end_due(self) -> dict[str, None]:
-        """End every work that is due first; return the lanes on which something may start now."""
-        touched: dict[str, None] = {}  # a set that keeps its order, so that runs are repeatable
-        self.now_s = self.ends[0][0]
-        while self.ends and self.ends[0][0] == self.now_s:
-            _, ticket, running = heapq.heappop(self.ends)
-            if ticket == running.ticket:
-                touched.update(self._end(running))
-        return touched
-
-    def _end(self, running: _Running) -> dict[str, None]:
-        work = self.works[running.place]
-        self.running[work.lane].remove(running)
-        self.ended.append((work, Span(work.lane, work.name, running.start_s, self.now_s)))
-        self.memory.change(work, self.now_s, work.frees, -1)
-        touched = {work.lane: None}
-        for dependent in self.dependents[running.place]:
+    def _end(self, running: _Running, touched: dict[int, None]) -> None:
+        """End a work that is due; notes in `touched` the lanes on which something may start."""
+        place = running.place
+        lane = self.lane_of[place]
+        self.running[lane].remove(running)
+        if not self.running[lane]:
+            self.busy &= ~(1 << lane)
+        self.ended.append((place, running.start_s, self.now_s))
+        if frees := self.works[place].frees:
+            self.memory.change(self.works[place], self.now_s, frees, -1)
+        touched[lane] = None
+        for dependent in self.dependents[place]:
             self.open_dependencies[dependent] -= 1
             if self.open_dependencies[dependent] == 0:
-                touched[self.works[dependent].lane] = None
-        return touched
+                touched[self.lane_of[dependent]] = None
 
-    def _start_ready(self, lanes: Iterable[str]) -> None:
+    def _start_ready(self, lanes: Iterable[int]) -> None:
         """Start what can start on `lanes`, then correct the rates wherever that matters."""
-        slowed: dict[str, None] = {}
+        changed = False
         for lane in lanes:
-            self._start_on(lane)
-            slowed.update(dict.fromkeys(self.slows[lane]))
+            waiting, running = self.waiting[lane], self.running[lane]
+            while (
+                waiting
+                and len(running) < self.workers[lane]
+                and self.open_dependencies[waiting[0]] == 0
+            ):
+                self._start(waiting.popleft(), lane)
+                changed |= self.busy != self.settled
+        if not changed and self.busy == self.settled:
+            return
+        self.settled = self.busy
+        slowed = dict.fromkeys(slow for lane in lanes for slow in self.rates.slows[lane])
         for lane in slowed:
-            self._correct_rate(lane)
+            if self.running[lane]:
+                self._correct_rate(lane)
 
-    def _start_on(self, lane: str) -> None:
-        waiting, running = self.waiting[lane], self.running[lane]
-        while (
-            waiting
-            and len(running) < self.lanes[lane].workers
-            and self.open_dependencies[waiting[0]] == 0
-        ):
-            place = waiting.popleft()
-            work = self.works[place]
+    def _start(self, place: int, lane: int) -> None:
+        work = self.works[place]
+        if work.allocates:
             self.memory.change(work, self.now_s, work.allocates, +1)
-            running.append(_Running(place, self.now_s, work.seconds, self.now_s, self._rate(lane)))
-            self._expect_end(running[-1])
+        rate = self.rates.rate(lane, self.busy)
+        self.busy |= 1 << lane
+        started = _Running(place, self.now_s, work.seconds, self.now_s, rate, 0)
+        self.running[lane].append(started)
+        self._expect_end(started)
 
-    def _rate(self, lane: str) -> float:
-        factors = (factor for busy, factor in self.slowed_by[lane] if self.running[busy])
-        slowdown = max(factors, default=1.0)
-        if lane in self.paths:
-            slowdown = max(slowdown, *(self._crowding(path, lane) for path in self.paths[lane]))
-        return 1.0 / slowdown
-
-    def _crowding(self, path: SharedPath, lane: str) -> float:
-        return path.slowdown(1 + sum(bool(self.running[n]) for n in path.links if n != lane))
-
-    def _correct_rate(self, lane: str) -> None:
-        rate = self._rate(lane)
+    def _correct_rate(self, lane: int) -> None:
+        rate = self.rates.rate(lane, self.busy)
         for running in self.running[lane]:
             if running.rate != rate:
                 done_s = (self.now_s - running.since_s) * running.rate
@@ -369,10 +403,16 @@ class _Run:
         end_s = running.since_s + running.left_s / running.rate
         heapq.heappush(self.ends, (end_s, running.ticket, running))
 
+    def spans(self) -> Iterator[tuple[Work, Span]]:
+        """Each work with when it ran, in order of their end."""
+        for place, start_s, end_s in self.ended:
+            work = self.works[place]
+            yield work, Span(work.lane, work.name, start_s, end_s)
+
     def _deadlock(self) -> str:
         """Say which works wait for each other: a circle of dependencies and lane order."""
-        ended = {work.key for work, _ in self.ended}
-        left = [place for place, work in enumerate(self.works) if work.key not in ended]
+        ended = {place for place, _, _ in self.ended}
+        left = [place for place in range(len(self.works)) if place not in ended]
         graph = nx.DiGraph()
         unended, last_on_lane = set(left), dict[str, int]()
         for place in left:

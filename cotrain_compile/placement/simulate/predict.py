@@ -12,7 +12,7 @@ carried into the next one. Its makespan is the period: what training takes for e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, assert_never
 
@@ -26,6 +26,7 @@ from cotrain_compile.placement.simulate.engine import (
     LaneSpec,
     Periodic,
     Work,
+    makespan_s,
     simulate,
     steady_state,
 )
@@ -110,7 +111,11 @@ MEMBER = 0.31
 
 def step_s(placed: PlacedStep) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
-    return timeline_of(placed, joined_works_of(placed)).makespan_s
+    works = joined_works_of(placed)
+    if any(task.carried for task in placed.tasks):
+        return timeline_of(placed, works).makespan_s
+    machine = placed.problem.machine
+    return makespan_s(works, lanes_of(machine), machine.contention)
 
 
 def predict(placed: PlacedStep) -> Timeline:
@@ -175,10 +180,8 @@ def works_of(
     Issuing tasks holds up the op that follows, see `held_up_s`. An exchange with other ranks begins
     behind its op.
     """
-    device = [
-        Work(op, Lane.DEVICE, seconds, after, after_previous)
-        for op, seconds, after, after_previous in _on_device(placed)
-    ]
+    on_device = _on_device(placed)
+    device = [on_device.work(op, seconds, op) for op, seconds in on_device.seconds]
     return [*device, *_elsewhere(placed, seconds_of)]
 
 
@@ -190,43 +193,57 @@ def joined_works_of(
     It is named as the last of them.
     """
     others = _elsewhere(placed, seconds_of)
-    awaited = {name for work in others for name in work.after}
+    on_device = _on_device(placed)
+    # Another run of ops begins at what comes after something, and behind what something awaits.
+    begin = on_device.after.keys() | on_device.after_previous.keys()
+    end = {name for work in others for name in work.after}
     works: list[Work] = []
-    last, total_s = "", 0.0
-    begins: tuple[str, ...] = ()
-    begins_previous: tuple[str, ...] = ()
-    for op, seconds, after, after_previous in _on_device(placed):
-        if last and (after or after_previous or last in awaited):
-            works.append(Work(last, Lane.DEVICE, total_s, begins, begins_previous))
-            last = ""
-        if not last:
-            total_s, begins, begins_previous = 0.0, after, after_previous
-        last, total_s = op, total_s + seconds
-    if last:
-        works.append(Work(last, Lane.DEVICE, total_s, begins, begins_previous))
+    first, last, total_s, is_done = "", "", 0.0, True
+    for op, seconds in on_device.seconds:
+        if is_done or op in begin:
+            if first:
+                works.append(on_device.work(last, total_s, first))
+            first, total_s = op, 0.0
+        last, total_s, is_done = op, total_s + seconds, op in end
+    if first:
+        works.append(on_device.work(last, total_s, first))
     return [*works, *others]
 
 
-def _on_device(
-    placed: PlacedStep,
-) -> Iterator[tuple[str, float, tuple[str, ...], tuple[str, ...]]]:
-    """Name and seconds of each device op, what it is after, and that of the step before."""
+@dataclass(frozen=True)
+class _OnDevice:
+    """Seconds of each op of the device, in order; what those come after that come after anything.
+
+    And what they come after that the step before them has left.
+    """
+
+    seconds: Sequence[tuple[str, float]]
+    after: Mapping[str, tuple[str, ...]]
+    after_previous: Mapping[str, tuple[str, ...]]
+
+    def work(self, name: str, seconds: float, first: str) -> Work:
+        """The work called `name` that begins with op `first`."""
+        after, after_previous = self.after.get(first, ()), self.after_previous.get(first, ())
+        return Work(name, Lane.DEVICE, seconds, after, after_previous)
+
+
+def _on_device(placed: PlacedStep) -> _OnDevice:
     problem, program, tasks = placed.problem, placed.program, placed.tasks
-    waits: dict[str | None, list[str]] = {}
-    carried: dict[str | None, list[str]] = {}
+    waits: dict[str, tuple[str, ...]] = {}
+    carried: dict[str, tuple[str, ...]] = {}
     for task in tasks:
-        waiting = carried if task.carried else waits
-        waiting.setdefault(task.wait_before, []).append(task.name)
-    held_s = held_up_s(problem, program, _starts(_following(program), tasks))
+        if task.wait_before is not None:
+            waiting = carried if task.carried else waits
+            waiting[task.wait_before] = (*waiting.get(task.wait_before, ()), task.name)
+    for op in program.ops if problem.costs.network_s else ():
+        if awaited := _awaited(problem, op):
+            waits[op.name] = (*waits.get(op.name, ()), *awaited)
     device_s = problem.costs.device_s
-    for op in program.ops:
-        name = op.name
-        yield (
-            name,
-            device_s[name] + held_s.get(name, 0.0),
-            (*waits.get(name, ()), *_awaited(problem, op)),
-            tuple(carried.get(name, ())),
-        )
+    seconds = [(op.name, device_s[op.name]) for op in program.ops]
+    if problem.machine.issue_s:
+        held_s = held_up_s(problem, program, _starts(program.order.following, tasks))
+        seconds = [(name, own_s + held_s.get(name, 0.0)) for name, own_s in seconds]
+    return _OnDevice(seconds, waits, carried)
 
 
 def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float]) -> list[Work]:
@@ -236,28 +253,30 @@ def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float])
     for task in tasks:
         if task.is_offload:
             freeing.setdefault(task.wait_before, []).append(task.name)
-    following = _following(program)
+    following = program.order.following
     works: list[Work] = []
-    for op in program.ops:
+    for op in program.ops if problem.costs.network_s else ():
         if op.name in problem.costs.network_s:
             seconds = problem.costs.network_s[op.name]
             works.append(Work(exchange_of(op.name), Lane.NETWORK, seconds, (op.name,)))
     ahead = _ahead_in_bundles(tasks)
-    from_disk = FromDisk(placed)
+    from_disk = FromDisk(placed) if Tier.DISK in placed.placement.homes.values() else None
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.
         freed = freeing.get(following[task.issue_after], ()) if task.is_fetch else ()
         own = ahead.get(task.name, task.after)
-        after = tuple(dict.fromkeys((*begins, *own, *freed)))
+        after = (*begins, *own, *freed)
+        if len(after) > 1:
+            after = tuple(dict.fromkeys(after))
         work = Work(task.name, task.lane, seconds_of(problem, task), after, task.after_previous)
-        works += from_disk.works_of(task, work, begins)
+        works += from_disk.works_of(task, work, begins) if from_disk else [work]
     return works
 
 
 def issuing_s(placed: PlacedStep) -> float:
     """Seconds of a step in which the device waits for Python to start tasks, at most."""
-    starts = _starts(_following(placed.program), placed.tasks)
+    starts = _starts(placed.program.order.following, placed.tasks)
     return sum(held_up_s(placed.problem, placed.program, starts).values())
 
 
@@ -311,12 +330,6 @@ def _ahead_in_bundles(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
 
 def _awaited(problem: Problem, op: Op) -> tuple[str, ...]:
     return (exchange_of(op.awaits),) if op.awaits in problem.costs.network_s else ()
-
-
-def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
-    """The op that comes after each op; None stands for the start and the end of the step."""
-    names = [op.name for op in program.ops]
-    return dict(zip([None, *names], [*names, None], strict=True))
 
 
 def lanes_of(machine: Machine) -> Sequence[LaneSpec]:

@@ -28,8 +28,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.placed import PlacedDataflow
-from cotrain_compile.placement.residency import Instance
 
 # The first step leaves segments that the second one finds; from then on little changes.
 STEPS = 2

@@ -18,7 +18,7 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.schedule import bundles
-from cotrain_compile.placement.schedule.bundles import alone, bundled
+from cotrain_compile.placement.schedule.bundles import alone
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.simulate.predict import predict, starts_of
 from cotrain_compile.plan import HostRegion, Plan, carried_out
@@ -89,7 +89,7 @@ def test_bundles_leave_a_plan_sound_and_its_peaks_known(
     plan = schedule(problem, rule(policy)(dataflow))
     program = device_program(dataflow, plan.placement, plan.moved)
     with mock.patch.object(bundles, "FEWEST", fewest):
-        joined = bundled(program, alone(plan.tasks), reach)
+        joined = bundles.Bundler(program, alone(plan.tasks)).within(reach)
     if joined is None:
         return
     predicted = predict(replace(place_plan(problem, plan), tasks=tuple(joined)))

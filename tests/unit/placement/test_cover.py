@@ -15,7 +15,6 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import gaps_away
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
@@ -100,7 +99,7 @@ def test_what_is_written_behind_its_copy_is_not_fetched_again() -> None:
     )
     problem = formulate(step, with_link(1e10), dict.fromkeys(MEMORIES, PLENTY))
     program = moves_of(problem, resident(step)).program
-    assert len(gaps_away(program, "v", again=True)) == 1
+    assert len(program.order.gaps_away("v")) == 1
 
 
 @pytest.mark.parametrize(

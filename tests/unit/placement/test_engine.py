@@ -12,6 +12,7 @@ from cotrain_compile.placement.simulate.engine import (
     LaneSpec,
     Work,
     lower_bound,
+    makespan_s,
     repeat,
     simulate,
     steady_state,
@@ -287,7 +288,64 @@ def test_the_same_works_give_the_same_timeline(
 
 
 def test_repeat_joins_steps_by_name() -> None:
-    work = Work("w", "device", 1.0, after=("v",), after_previous=("w",))
-    first, second = repeat([work], 2)
-    assert (first.key, first.before) == (("w", 0), [("v", 0)])
-    assert (second.key, second.before) == (("w", 1), [("v", 1), ("w", 0)])
+    step = Work("v", "host", 1.0), Work("w", "device", 2.0, ("v",), after_previous=("w",))
+    works = repeat(step, 2)
+    assert [work.key for work in works] == [("v", 0), ("w", 0), ("v", 1), ("w", 1)]
+    # Each lane has room for both steps: only `w` of the first one holds up that of the second.
+    timeline = simulate(works, [LaneSpec("host", 2), LaneSpec("device", 2)])
+    spans = [(span.name, span.start_s, span.end_s) for span in timeline.spans]
+    assert spans == [("v", 0.0, 1.0), ("v", 0.0, 1.0), ("w", 1.0, 3.0), ("w", 3.0, 5.0)]
+
+
+def plainly(
+    works: list[Work], lanes: list[LaneSpec], contention: Contention
+) -> dict[str, tuple[float, float]]:
+    """When each work runs, by looking at all of them at every instant."""
+    workers = {lane.name: lane.workers for lane in lanes}
+    left_s = {work.name: work.seconds for work in works}
+    start_s, end_s = dict[str, float](), dict[str, float]()
+    now_s = 0.0
+    while len(end_s) < len(works):
+        for lane in workers:
+            for work in (w for w in works if w.lane == lane and w.name not in start_s):
+                busy = [w for w in works if w.lane == lane and w.name in start_s.keys() - end_s]
+                if len(busy) >= workers[lane] or not end_s.keys() >= set(work.after):
+                    break
+                start_s[work.name] = now_s
+        running = [work for work in works if work.name in start_s.keys() - end_s]
+        busy_lanes = {work.lane for work in running}
+
+        def slower(lane: str, busy: set[str]) -> float:
+            pairs = [f for (a, b), f in contention.slowdown.items() if a == lane and b in busy]
+            paths = [path for path in contention.crowded if lane in path.links]
+            return max([1.0, *pairs, *(p.slowdown(len(busy & {*p.links})) for p in paths)])
+
+        step_s = min(left_s[work.name] * slower(work.lane, busy_lanes) for work in running)
+        now_s += step_s
+        for work in running:
+            left_s[work.name] -= step_s / slower(work.lane, busy_lanes)
+            if left_s[work.name] <= 1e-9:
+                end_s[work.name] = now_s
+    return {name: (start_s[name], end_s[name]) for name in end_s}
+
+
+@given(random_works(), st.data())
+def test_a_simulation_is_what_a_plain_look_at_every_instant_says(
+    case: tuple[list[Work], list[LaneSpec]], data: st.DataObject
+) -> None:
+    works, lanes = case
+    names = [lane.name for lane in lanes]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    factors = st.sampled_from([1.0, 1.25, 1.5, 2.0])
+    slowdown = data.draw(st.dictionaries(st.sampled_from(pairs), factors)) if pairs else {}
+    shared = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+    contention = Contention(slowdown, (SharedPath(tuple(shared), min(1.5, len(shared))),))
+    found = times(simulate(works, lanes, contention))
+    expected = plainly(works, lanes, contention)
+    assert found.keys() == expected.keys()
+    for name, when in expected.items():
+        assert found[name] == pytest.approx(when, rel=1e-9, abs=1e-9)
+    ends = [end_s for _, end_s in found.values()]
+    starts = [start_s for start_s, _ in found.values()]
+    whole_s = makespan_s(works, lanes, contention)
+    assert whole_s == (max(ends) - min(starts) if works else 0.0)
