@@ -12,7 +12,7 @@ from tests.support.ranks import Ranks
 
 
 def trained(rank: int, folder: Path) -> Any:
-    code = example("replicas")
+    code: Any = example("replicas")
     code.MICRO_BATCHES = 2  # each of them is traced
     return code.train(3, "150KiB", "by-layer", folder / "model.pt")
 
