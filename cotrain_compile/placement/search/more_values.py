@@ -5,14 +5,13 @@ In: the attempts so far. Out: what is faster is found there, too.
 Levels have what is best at some price of a byte, and cuts one value of each layer. Near the least
 memory single ops count, and a byte has no one price. There one kind of value after the other that
 leaves the device is made again instead, in all layers alike: that with most away first. What else
-leaves is chosen anew (`cover`), and the schedule is the judge. A value is made again from what the
-backward needs in any case, or else from its own sources, which leave in its place: of a cast, half
-as many bytes.
+leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep on the
+device is made again with it, or leaves in its place where that is smaller: of a cast, half as much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -57,15 +56,13 @@ def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) 
     assert fastest is not None
     least_bytes = TELLING * attempts.problem.budgets[Tier.DEVICE]
     for kind in kinds.away(fastest.placement, least_bytes):
-        for again in kinds.with_kind(frozenset(fastest.placement.recomputed), kind):
-            if again in refused:
-                continue
-            if attempts.is_late:
-                return False
-            refused.add(again)
-            if faster := _try(attempts, fastest, again):
-                fastest = faster
-                break
+        again = kinds.with_kind(frozenset(fastest.placement.recomputed), kind)
+        if again in refused:
+            continue
+        if attempts.is_late:
+            return False
+        refused.add(again)
+        fastest = _try(attempts, fastest, again) or fastest
     return fastest is not before
 
 
@@ -124,14 +121,15 @@ class _Kinds:
         large = (group for group, nbytes in gone.items() if nbytes > least_bytes)
         return sorted(large, key=lambda group: -gone[group])
 
-    def with_kind(self, again: frozenset[str], kind: frozenset[str]) -> Iterator[frozenset[str]]:
-        """What is made `again` with a kind: with its sources, or with these kept in its place."""
-        yield again | self._with_sources(kind, again)
-        yield again | kind
+    def with_kind(self, again: frozenset[str], kind: frozenset[str]) -> frozenset[str]:
+        """What is made `again` with a kind, and with its sources where these are no smaller."""
+        sources = self._sources(kind, again)
+        smaller = self._nbytes(sources) < self._nbytes(kind)
+        return again | kind if smaller else again | kind | sources
 
-    def _with_sources(self, names: Collection[str], again: Collection[str]) -> frozenset[str]:
-        """`names`, and what they are made of that nobody else would need behind the forward."""
-        found, waiting = set(names), list(names)
+    def _sources(self, names: Collection[str], again: Collection[str]) -> frozenset[str]:
+        """What `names` are made of that nobody else would need behind the forward."""
+        found, waiting = set[str](), list(names)
         while waiting:
             for name in self.maker[waiting.pop()].reads:
                 kept_for_it = name in self.may and name not in self.needed
