@@ -19,6 +19,7 @@ from types import MappingProxyType
 PER_OP_OF_SPACE = 1.2e-5  # what can be decided
 PER_OP_OF_LEAST = 3e-5  # and what needs least of the device
 PER_OP_OF_MOVES = 5e-6
+PER_OP_OF_KINDS = 1e-5  # which values are alike
 PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 1.2e-5, 5e-5
 PER_CELL_OF_GREEDY = 4e-7  # a cell is a strategy at a moment at which memory is checked
 PER_ENTRY_OF_PROGRAM = 3e-6  # building it, and its way to the solver

@@ -47,6 +47,8 @@ def plan_words(policy: str) -> str:
                 told.append("micro-batches breadth first")
             case "head":
                 told.append("logits too")
+            case "values":
+                told.append("and more values")
             case _:
                 told.append(each)
     return ", ".join(told)

@@ -39,6 +39,7 @@ from cotrain_compile.placement.search.improve import (
     share_updates,
 )
 from cotrain_compile.placement.search.infeasible import Least, floor_bytes, refuse, refuse_rule
+from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
@@ -172,6 +173,7 @@ class _Search(Attempts):
             self._follow_rules(best)
         follow_users(self, self.levels)
         share_updates(self)
+        make_more_again(self)
 
     def _relax_fastest(self) -> None:
         """What a program decides for what is made again in the fastest plan."""

@@ -1,0 +1,139 @@
+"""More values: the fastest plan with one kind of value more made again, as long as that is faster.
+
+In: the attempts so far. Out: what is faster is found there, too.
+
+Levels have what is best at some price of a byte, and cuts one value of each layer. Near the least
+memory single ops count, and a byte has no one price. There one kind of value after the other that
+leaves the device is made again instead, in all layers alike: that with most away first. What else
+leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep on the
+device is made again with it, or leaves in its place where that is smaller: of a cast, half as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from cotrain_compile.dataflow import Dataflow, Op, Phase
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.recompute.alike import kinds_of
+from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.schedule.schedule import Draft
+from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.cover import covered
+from cotrain_compile.placement.search.variants import Variant
+from cotrain_compile.placement.work import PER_OP_OF_KINDS, PER_OP_OF_MOVES
+from cotrain_compile.plan import Placement
+
+# Values of a kind with a smaller part of the device's budget in all are not worth a schedule.
+TELLING = 0.05
+# What is not faster by this part of a step is none.
+GAIN = 5e-4
+# What the name of such a plan ends with.
+ENDING = "+values"
+
+
+def make_more_again(attempts: Attempts) -> None:
+    """Make more again than the fastest plan does, kind by kind, where covers lead.
+
+    Until no kind gains any more, or the work is spent.
+    """
+    fastest = attempts.found.fastest
+    if fastest is None or fastest.placement.overlap_steps or not attempts.covers:
+        return
+    kinds = _Kinds(attempts.problem.dataflow)
+    attempts.meter.charge(PER_OP_OF_KINDS * len(kinds.dataflow.ops))
+    refused = set[frozenset[str]]()
+    while _one_round(attempts, kinds, refused):
+        pass
+
+
+def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) -> bool:
+    """Try each kind once, beside the fastest plan so far; returns whether any was faster."""
+    before = fastest = attempts.found.fastest
+    assert fastest is not None
+    least_bytes = TELLING * attempts.problem.budgets[Tier.DEVICE]
+    for kind in kinds.away(fastest.placement, least_bytes):
+        again = kinds.with_kind(frozenset(fastest.placement.recomputed), kind)
+        if again in refused:
+            continue
+        if attempts.is_late:
+            return False
+        refused.add(again)
+        fastest = _try(attempts, fastest, again) or fastest
+    return fastest is not before
+
+
+def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | None:
+    """`fastest` with all of `again` made again, kept if that is faster; None if it is not."""
+    attempts.progress("trying more values made again")
+    names = tuple(b.name for b in attempts.problem.dataflow.buffers if b.name in again)
+    name = fastest.placement.policy.removesuffix(ENDING) + ENDING
+    suffix = name[name.index("+") :]
+    variant = Variant(attempts.problem.recomputing(names), suffix, meter=attempts.meter)
+    problem, buffer = variant.problem, variant.problem.dataflow.buffer
+    attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
+    placement = replace(
+        fastest.placement,
+        policy=name,
+        recomputed=names,
+        away=tuple(each for each in fastest.placement.away if each in buffer),
+        refetched=(),
+    )
+    placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
+    if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
+        return None
+    with suppress(PlacementError):
+        found = attempts.drafted(problem, placement, moves, fastest.tactics)
+        if found.step_s < (1.0 - GAIN) * fastest.step_s:
+            attempts.known(variant)
+            attempts.found.keep(name, found)
+            return found
+    return None
+
+
+class _Kinds:
+    """The values of a step that may be made again, by kind."""
+
+    def __init__(self, dataflow: Dataflow) -> None:
+        self.dataflow, self.may = dataflow, recomputable(dataflow)
+        self.maker: Mapping[str, Op] = {
+            name: op for op in dataflow.ops if op.phase is Phase.FORWARD for name in op.writes
+        }
+        self.needed = {
+            name for op in dataflow.ops if op.phase is not Phase.FORWARD for name in op.reads
+        }
+        kinds, groups = kinds_of(dataflow), dict[int, set[str]]()
+        for buffer in dataflow.buffers:
+            if buffer.name in self.may:
+                groups.setdefault(kinds[buffer.name], set()).add(buffer.name)
+        self.groups = [frozenset(group) for group in groups.values()]
+
+    def _nbytes(self, names: Collection[str]) -> int:
+        return sum(self.dataflow.buffer[name].nbytes for name in names)
+
+    def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
+        """The kinds with more than `least_bytes` away, that with most first."""
+        away = set(placement.away)
+        gone = {group: self._nbytes(away & group) for group in self.groups}
+        large = (group for group, nbytes in gone.items() if nbytes > least_bytes)
+        return sorted(large, key=lambda group: -gone[group])
+
+    def with_kind(self, again: frozenset[str], kind: frozenset[str]) -> frozenset[str]:
+        """What is made `again` with a kind, and with its sources where these are no smaller."""
+        sources = self._sources(kind, again)
+        smaller = self._nbytes(sources) < self._nbytes(kind)
+        return again | kind if smaller else again | kind | sources
+
+    def _sources(self, names: Collection[str], again: Collection[str]) -> frozenset[str]:
+        """What `names` are made of that nobody else would need behind the forward."""
+        found, waiting = set[str](), list(names)
+        while waiting:
+            for name in self.maker[waiting.pop()].reads:
+                kept_for_it = name in self.may and name not in self.needed
+                if kept_for_it and name not in found and name not in again:
+                    found.add(name)
+                    waiting.append(name)
+        return frozenset(found)

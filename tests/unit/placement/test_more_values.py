@@ -1,0 +1,116 @@
+"""More values made again: what leaves the device is made again instead where that is faster."""
+
+from __future__ import annotations
+
+import pytest
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.machine import MEMORIES, Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.recompute.alike import kinds_of
+from cotrain_compile.placement.schedule.schedule import finished
+from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.more_values import make_more_again
+from cotrain_compile.placement.search.settings import SolveSettings
+from tests.support.nets import MIB
+from tests.support.random_problems import PLENTY
+from tests.unit.placement.test_recompute_brute_force import with_link
+
+SLOW, FAST = 1e9, 1e13
+
+
+def op(name: str, reads: str, writes: str, phase: Phase) -> Op:
+    read, made = tuple(reads.split()), tuple(writes.split())
+    return Op(name, f"aten.{name}.default", phase, read, made, flops=1 << 24, bytes_moved=MIB)
+
+
+def step(first: Op, *others: Op, source_mib: int) -> Dataflow:
+    """The backward reads `v`, made of `u`, behind something that leaves no room for it."""
+    return Dataflow(
+        "more",
+        (
+            first,
+            *others,
+            op("mul", "u", "v", Phase.FORWARD),
+            op("exp", "x", "w", Phase.FORWARD),
+            op("sum", "w", "out", Phase.FORWARD),
+            op("expand", "out", "s", Phase.BACKWARD),
+            op("mean", "s", "h", Phase.BACKWARD),
+            op("dot", "v h", "end", Phase.BACKWARD),
+        ),
+        (
+            Buffer("x", 1024, Role.BATCH, is_input=True),
+            *(Buffer(n, 1024, Role.TEMPORARY) for n in ("out", "h", "end")),
+            Buffer("u", source_mib * MIB, Role.TEMPORARY),
+            Buffer("v", 4 * MIB, Role.TEMPORARY),
+            *(Buffer(n, 8 * MIB, Role.TEMPORARY) for n in ("w", "s")),
+        ),
+    )
+
+
+def covered_attempts(dataflow: Dataflow, bytes_per_s: float) -> Attempts:
+    """A search that has found a cover of the step as it is, in 9 MiB."""
+    problem = formulate(dataflow, with_link(bytes_per_s), dict.fromkeys(MEMORIES, PLENTY))
+    problem = problem.with_budget(Tier.DEVICE, 9 * MIB)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts.try_cover(attempts.step)
+    attempts.covers = True
+    assert attempts.found.fastest is not None
+    assert attempts.found.fastest.placement.away == ("v",)
+    return attempts
+
+
+@pytest.mark.parametrize(
+    ("first", "source_mib", "again", "away"),
+    [
+        # What nobody else needs is made again with it; what may not run again leaves in its place.
+        (op("add", "x", "u", Phase.FORWARD), 4, ("u", "v"), ()),
+        (op("sort", "x", "u", Phase.FORWARD), 2, ("v",), ("u",)),
+    ],
+)
+def test_a_value_is_made_again_where_its_way_takes_longer(
+    first: Op, source_mib: int, again: tuple[str, ...], away: tuple[str, ...]
+) -> None:
+    attempts = covered_attempts(step(first, source_mib=source_mib), SLOW)
+    before = attempts.found.fastest
+    make_more_again(attempts)
+    fastest = attempts.found.fastest
+    assert before is not None
+    assert fastest is not None
+    assert fastest.step_s < before.step_s
+    assert fastest.placement.recomputed == again
+    assert fastest.placement.away == away
+    assert fastest.placement.policy == "cover+values"
+    check(attempts.problem, finished(attempts.problem, fastest))
+
+
+def test_nothing_is_made_again_where_its_way_is_short_or_covers_do_not_lead() -> None:
+    dataflow = step(op("add", "x", "u", Phase.FORWARD), source_mib=4)
+    fast, slow = covered_attempts(dataflow, FAST), covered_attempts(dataflow, SLOW)
+    slow.covers = False
+    for attempts in (fast, slow):
+        before = attempts.found.fastest
+        make_more_again(attempts)
+        assert attempts.found.fastest is before
+
+
+def test_values_of_one_place_in_their_layers_are_of_one_kind() -> None:
+    layers, ops = 7, list[Op]()
+    for layer in range(layers):
+        ops.append(op("mul", f"a{layer}", f"m{layer}", Phase.FORWARD))
+        ops.append(op("exp", f"m{layer}", f"e{layer}", Phase.FORWARD))
+        ops.append(op("add", f"a{layer} e{layer}", f"a{layer + 1}", Phase.FORWARD))
+    names = sorted({name for each in ops for name in (*each.reads, *each.writes)})
+    buffers = tuple(Buffer(n, MIB, Role.TEMPORARY, is_input=n == "a0") for n in names)
+    unique = [Op(f"{each.name}_{number}", *_rest(each)) for number, each in enumerate(ops)]
+    kinds = kinds_of(Dataflow("layers", tuple(unique), buffers))
+    inner = range(2, layers - 2)
+    found = [{kinds[f"{place}{layer}"] for layer in inner} for place in "ame"]
+    assert [len(each) for each in found] == [1, 1, 1]
+    assert len(set().union(*found)) == 3
+    assert kinds["a0"] not in found[0]
+
+
+def _rest(each: Op) -> tuple[str, Phase, tuple[str, ...], tuple[str, ...]]:
+    return each.target, each.phase, each.reads, each.writes
