@@ -210,8 +210,14 @@ LOOPS: dict[str, tuple[Loop, int]] = {
 }
 
 
+# What they do between steps the others do, too.
+SIMPLER = ("averaging", "logging norms", "freezing batchnorm")
+
+
 @pytest.mark.parametrize("policy", EACH_POLICY)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [pytest.param(x, marks=pytest.mark.long if x in SIMPLER else ()) for x in LOOPS]
+)
 def test_a_loop_gives_eagers_numbers(loop: str, policy: str) -> None:
     run, expected_graphs = LOOPS[loop]
     torch.testing.assert_close(run(cotrain(policy=policy)), run(lambda step: step))

@@ -95,8 +95,8 @@ def told_apart(dataflow: Dataflow) -> list[tuple[Any, ...]]:
     ("apply", "plain"),
     [
         (checkpointed, plainly),
-        (partial(checkpoint, use_reentrant=True), plainly),
-        (selectively, plainly),
+        pytest.param(partial(checkpoint, use_reentrant=True), plainly, marks=pytest.mark.long),
+        pytest.param(selectively, plainly, marks=pytest.mark.long),
         (nested, plainly_nested),
     ],
 )

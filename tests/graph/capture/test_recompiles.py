@@ -131,7 +131,8 @@ def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
     assert graphs() == 2
 
 
-def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_step_that_counts_in_its_closure_is_found_again(lowering: str) -> None:
     model = make_lean_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     calls, last = 0, torch.zeros(())
@@ -146,7 +147,7 @@ def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
         last = loss.detach()
         return loss
 
-    run = cotrain(lowering="inductor")(step)
+    run = cotrain(lowering=lowering)(step)
     first = run(*vectors())
     for _ in range(STEPS - 1):
         run(*vectors())

@@ -161,7 +161,7 @@ NO_MEMORY = (
 @pytest.mark.parametrize(
     "said", [NO_MEMORY[0], *(pytest.param(said, marks=pytest.mark.long) for said in NO_MEMORY[1:])]
 )
-@pytest.mark.parametrize("below_plan_bytes", [1000, 0])
+@pytest.mark.parametrize("below_plan_bytes", [pytest.param(1000, marks=pytest.mark.long), 0])
 def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
     cuda: ThreadCuda, monkeypatch: pytest.MonkeyPatch, said: str, below_plan_bytes: int
 ) -> None:
