@@ -52,6 +52,7 @@ def all_made_again(name: str) -> Plan:
     return schedule(step.problem(), replace(resident(step.dataflow), recomputed=names))
 
 
+@pytest.mark.long  # compiles C++; that no such op is in compiled code is shown below
 def test_all_that_is_made_again_has_the_bits_of_the_first_time() -> None:
     """Beside compiled code that makes what it reads, and that reads it."""
     step, plan = captured("clipped"), all_made_again("clipped")

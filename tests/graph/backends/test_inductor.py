@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +37,7 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
+from tests.graph.backends.test_segments_of_steps import Interpreted
 from tests.support.captured_steps import captured, reference
 from tests.support.plans.random_plans import random_plan
 from tests.support.steps import CASES, OPTIMIZERS, Case, Step, cotrain, make_step, train
@@ -107,6 +110,20 @@ def mlp_in_segments() -> tuple[CompiledStep, list[Tensor]]:
     return compiled_and_trained(CASES["mlp"], lowering="inductor")
 
 
+# Segments as they are, and in a long run compiled: that takes seconds.
+BOTH = (False, pytest.param(True, marks=pytest.mark.long))
+
+
+@contextmanager
+def code_of(is_compiled: bool) -> Iterator[None]:
+    """Within it, segments are compiled by Inductor, or run as they are."""
+    if is_compiled:
+        yield
+    else:
+        with mock.patch.object(lowering, "compile_graph", Interpreted):
+            yield
+
+
 def test_a_resident_step_with_dropout_trains_as_in_eager() -> None:
     """Random numbers are eager's, so that dropout can be compared."""
     eager = train(CASES["mlp"], OPTIMIZERS["adamw"], steps=5)
@@ -131,8 +148,9 @@ def test_what_is_allocated_inside_a_segment_counts_against_the_budget() -> None:
         step([torch.zeros(v.shape, dtype=v.dtype) for v in values])
 
 
+@pytest.mark.parametrize("is_compiled", BOTH)
 def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    is_compiled: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A convolution in float64 unfolds its input, inside a kernel: no plan knows of that."""
     model = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.Flatten(), nn.Linear(16, 4)).double()
@@ -140,7 +158,8 @@ def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
     step = make_step(model, [optimizer], lambda model, x: model(x).square().mean())
     compiled = cotrain(policy="resident", lowering="inductor", dump=str(tmp_path))(step)
     for _ in range(3):
-        compiled(torch.randn(4, 2, 8, dtype=torch.float64))
+        with code_of(is_compiled):
+            compiled(torch.randn(4, 2, 8, dtype=torch.float64))
         found = cotrain_compile.inspect(compiled)
         assert found.measured is not None
         assert found.measured.peak_bytes[Tier.DEVICE] == found.rehearsed_device_bytes
@@ -246,7 +265,8 @@ def test_cuda_graphs_are_refused_and_stay_off_where_the_process_has_them_on() ->
     assert not any(seen)
 
 
-def test_a_batch_whose_strides_change_too_is_compiled_for_them() -> None:
+@pytest.mark.parametrize("is_compiled", BOTH)
+def test_a_batch_whose_strides_change_too_is_compiled_for_them(is_compiled: bool) -> None:
     """A stride that has changed is a number of its own, which no size of the step tells."""
 
     def losses(*, placed: bool) -> list[float]:
@@ -266,4 +286,6 @@ def test_a_batch_whose_strides_change_too_is_compiled_for_them() -> None:
         batches = [x, x.T.contiguous().T, x[:5].T.contiguous().T, x]
         return [run(batch).item() for batch in batches]
 
-    assert losses(placed=True) == pytest.approx(losses(placed=False), rel=1e-9)
+    with code_of(is_compiled):
+        found = losses(placed=True)
+    assert found == pytest.approx(losses(placed=False), rel=1e-9)
