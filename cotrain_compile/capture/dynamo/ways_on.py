@@ -31,6 +31,10 @@ _FABRIC = (
     "fabric.autocast()"
 )
 
+# What Dynamo says where it cannot yet trace what it can from this torch on.
+_NEWER = "2.13"
+_UNTIL_THEN = ("`find_spec`", "call_id() without source")
+
 # By words of an exception that a framework raises in a trace, and in eager does not.
 _RAISED_IN_A_TRACE = (("fabric.backward(loss)", _FABRIC),)
 
@@ -217,6 +221,11 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str =
     """
     if stack and os.path.abspath(stack[-1].filename).startswith(_OPTIMIZERS):
         return "Create the optimizer with capturable=True where it has that, or use another one"
+    if any(words in what for words in _UNTIL_THEN) and torch.__version__ < _NEWER:
+        return (
+            f"torch {torch.__version__} cannot trace this, and {_NEWER} can: take that, or write a "
+            "loop of your own over the same model"
+        )
     paths = [frame.filename.replace(os.sep, "/") for frame in stack]
     source = _source(stack[-1]) if stack else ""
     found = [way for part, way in _FRAMEWORKS if any(part in path for path in paths)]

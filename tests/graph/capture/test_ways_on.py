@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import CaptureError
@@ -273,6 +274,15 @@ def test_a_sparse_layer_becomes_a_dense_one() -> None:
 )
 def test_where_the_graph_broke_says_more_than_how(path: str, what: str, way: str) -> None:
     assert way in str(way_on([FrameSummary(path, 1, "f", line="")], what))
+
+
+def test_what_an_older_torch_cannot_trace_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    accelerate = [FrameSummary("/site-packages/accelerate/utils/imports.py", 1, "f", line="")]
+    what = "the function `find_spec` in file `<frozen importlib.util>` should not be traced"
+    assert str(way_on(accelerate, what)).startswith("torch 2.11.0+cpu cannot trace this, and 2.13")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
+    assert "accelerator.accumulate" in str(way_on(accelerate, what))
 
 
 @pytest.mark.parametrize(
