@@ -83,7 +83,7 @@ def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list
 
 
 def anonymous(step: StepGraph) -> list[Any]:
-    """What can be told of a graph, with numbers for the names of its nodes."""
+    """What can be told of a graph, with numbers for the names of its nodes but those of inputs."""
     names = {node.name: f"%{i}" for i, node in enumerate(step.module.graph.nodes)}
     nodes = [(names[name], *rest) for name, *rest in described(step.module)]
     # Keys of the stacks of modules are the ids of these; checkpoints are counted in a process.
@@ -98,7 +98,8 @@ def anonymous(step: StepGraph) -> list[Any]:
         for text in written
     ]
     numbered = [re.sub(r"%(\w+)", lambda m: names.get(m[1], m[0]), text) for text in written]
-    return [numbered, [names[name] for name in step.phases], list(step.phases.values())]
+    phases = [names[name] for name in step.phases], list(step.phases.values())
+    return [numbered, *phases, [item.node for item in step.inputs]]
 
 
 def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
