@@ -348,7 +348,8 @@ def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
     assert run(spec).status == "equal"
 
 
-@pytest.mark.parametrize("layer", [pytest.param("convolution", marks=pytest.mark.long), "prelu"])
+@pytest.mark.long  # compiles C++
+@pytest.mark.parametrize("layer", ["convolution", "prelu"])
 def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
     """A kernel with memory of its own, and ops fused to one that holds what all of them need."""
     loop = LoopSpec(rows=(4, 4, 4), micro_batches=2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from cotrain_compile.backends.inductor import lower as lowering
 from cotrain_compile.backends.inductor.lower import lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
@@ -29,6 +32,7 @@ from cotrain_compile.presets import find
 from cotrain_compile.regions import Region
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
+from tests.graph.backends.test_segments_of_steps import Interpreted
 from tests.support.captured_steps import TRAININGS, captured_training
 from tests.support.language_models import LANGUAGE_MODELS
 from tests.support.steps import compiling_with, cotrain
@@ -226,9 +230,17 @@ def test_the_peak_is_as_planned_to_the_byte(name: str) -> None:
     assert measured.peak_bytes[Tier.DEVICE] == step.plan.predicted.peak_bytes[Tier.DEVICE]
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("everything", marks=pytest.mark.long)])
-def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str) -> None:
-    step = in_parts(name, 4, compiled=True)
+@pytest.mark.parametrize(
+    ("name", "is_compiled"),
+    [
+        ("plain", False),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("plain", "everything")),
+    ],
+)
+def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compiled: bool) -> None:
+    as_it_is = mock.patch.object(lowering, "compile_graph", Interpreted)
+    with nullcontext() if is_compiled else as_it_is:
+        step = in_parts(name, 4, compiled=True)
     whole, found = train(name, whole_step(name), 3), train(name, step, 3)
     assert_close(name, found, whole)
     assert step.lowered is not None
