@@ -290,6 +290,7 @@ def test_the_states_behind_one_that_is_dropped_have_the_sizes_that_they_have() -
     torch.testing.assert_close(found, trained(lambda step: step))
 
 
+@pytest.mark.long
 def test_every_second_layer_may_be_of_another_kind(
     left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
