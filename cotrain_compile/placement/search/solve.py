@@ -173,7 +173,7 @@ class _Search(Attempts):
             self._follow_rules(best)
         follow_users(self, self.levels)
         # Where covers lead, more made again gains more than what is beside the balanced share.
-        share_updates(self, beside=not self.covers)
+        share_updates(self, beside=self.is_cheap or not self.covers)
         make_more_again(self)
 
     def _relax_fastest(self) -> None:
