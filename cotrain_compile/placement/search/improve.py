@@ -74,10 +74,11 @@ def cover_values(attempts: Attempts) -> None:
             attempts.found.keep(placement.policy, found)
 
 
-def share_updates(attempts: Attempts) -> None:
-    """The fastest plan with shares of what the host updates streamed, about what balances them.
+def share_updates(attempts: Attempts, *, beside: bool = True) -> None:
+    """The fastest plan with the share of what the host updates streamed that balances them.
 
-    From there to either side, in smaller and smaller steps, as long as that is faster.
+    From there to either side, in smaller and smaller steps, as long as that is faster, if what is
+    `beside` that is to be tried.
     """
     fastest = attempts.found.fastest
     if fastest is None or fastest.placement.overlap_steps:
@@ -87,10 +88,10 @@ def share_updates(attempts: Attempts) -> None:
     gain_s = share * hosted_s(problem, placement)
     if gain_s < LITTLE * fastest.step_s or not _try_share(attempts, problem, placement, share):
         return
-    for step in SHARE_STEPS:
-        for beside in (share - step, share + step):
-            if 0.0 < beside <= 1.0 and _try_share(attempts, problem, placement, beside):
-                share = beside
+    for step in SHARE_STEPS if beside else ():
+        for other in (share - step, share + step):
+            if 0.0 < other <= 1.0 and _try_share(attempts, problem, placement, other):
+                share = other
                 break
 
 

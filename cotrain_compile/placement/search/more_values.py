@@ -56,7 +56,7 @@ def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) 
     assert fastest is not None
     least_bytes = TELLING * attempts.problem.budgets[Tier.DEVICE]
     for kind in kinds.away(fastest.placement, least_bytes):
-        again = kinds.with_kind(frozenset(fastest.placement.recomputed), kind)
+        again = frozenset(fastest.placement.recomputed) | kinds.with_sources(kind)
         if again in refused:
             continue
         if attempts.is_late:
@@ -115,25 +115,25 @@ class _Kinds:
         return sum(self.dataflow.buffer[name].nbytes for name in names)
 
     def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
-        """The kinds with more than `least_bytes` away, that with most first."""
+        """The kinds with more than `least_bytes` away, that with most first.
+
+        Before all others those with smaller sources: they need next to no work.
+        """
         away = set(placement.away)
         gone = {group: self._nbytes(away & group) for group in self.groups}
         large = (group for group, nbytes in gone.items() if nbytes > least_bytes)
-        return sorted(large, key=lambda group: -gone[group])
+        return sorted(large, key=lambda kind: (self.with_sources(kind) != kind, -gone[kind]))
 
-    def with_kind(self, again: frozenset[str], kind: frozenset[str]) -> frozenset[str]:
-        """What is made `again` with a kind, and with its sources where these are no smaller."""
-        sources = self._sources(kind, again)
-        smaller = self._nbytes(sources) < self._nbytes(kind)
-        return again | kind if smaller else again | kind | sources
+    def with_sources(self, kind: frozenset[str]) -> frozenset[str]:
+        """A kind, with what it is made of that nobody else needs behind the forward.
 
-    def _sources(self, names: Collection[str], again: Collection[str]) -> frozenset[str]:
-        """What `names` are made of that nobody else would need behind the forward."""
-        found, waiting = set[str](), list(names)
+        Unless that is smaller: then it is kept in place of the kind.
+        """
+        found, waiting = set(kind), list(kind)
         while waiting:
             for name in self.maker[waiting.pop()].reads:
-                kept_for_it = name in self.may and name not in self.needed
-                if kept_for_it and name not in found and name not in again:
+                if name in self.may and name not in self.needed and name not in found:
                     found.add(name)
                     waiting.append(name)
-        return frozenset(found)
+        smaller = self._nbytes(found - kind) < self._nbytes(kind)
+        return kind if smaller else frozenset(found)

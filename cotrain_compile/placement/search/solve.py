@@ -172,7 +172,8 @@ class _Search(Attempts):
         if best is not self.step:
             self._follow_rules(best)
         follow_users(self, self.levels)
-        share_updates(self)
+        # Where covers lead, more made again gains more than what is beside the balanced share.
+        share_updates(self, beside=self.is_cheap or not self.covers)
         make_more_again(self)
 
     def _relax_fastest(self) -> None:
