@@ -7,6 +7,7 @@ for those that are done or whose memory is needed. A source that is kept for its
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -133,11 +134,9 @@ class OffloadLane:
     def _would_hold_up_a_scalar(self, send: Send) -> bool:
         """Whether a small copy that host updates wait for comes up long before this one ends."""
         ahead_s = 0.25 * self._machine.copy_s(send.nbytes, Tier.DEVICE, Tier.HOST)
-        clock = self._clock
-        return any(
-            clock.gap <= slot and clock.until(slot + 1) < ahead_s
-            for slot in self._moves.scalar_slots
-        )
+        slots, clock = self._moves.scalar_slots, self._clock
+        following = bisect_left(slots, clock.gap)
+        return following < len(slots) and clock.until(slots[following] + 1) < ahead_s
 
     def _due(self) -> list[_Flight]:
         """The flights whose waits would give memory back in this gap."""
