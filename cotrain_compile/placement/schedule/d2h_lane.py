@@ -68,6 +68,8 @@ class OffloadLane:
     def feed(self, until_s: float) -> None:
         """Give the lane work until `until_s`."""
         free_s = self._clock.free_s
+        if not (self._urgent or self._early or self._weights):
+            return
         for queue in (self._urgent, self._early):
             while queue and free_s[Lane.D2H] < until_s:
                 if self._would_hold_up_a_scalar(next(iter(queue.values()))):
@@ -78,6 +80,8 @@ class OffloadLane:
 
     def urge(self, names: Collection[str]) -> None:
         """Issue those of `names` now that have not been yet: something waits for them."""
+        if not names:
+            return
         for queue in (self._urgent, self._early, self._weights):
             found = {name for name in names if name in queue}
             # Only several have an order to keep; to look for it takes the whole queue.
@@ -90,6 +94,8 @@ class OffloadLane:
 
     def take_back(self) -> None:
         """Wait for the flights that are done."""
+        if not self._flights:
+            return
         for flight in self._due():
             if self._clock.end_s[flight.name] <= self._clock.now_s:
                 self._wait_for(flight)

@@ -114,7 +114,8 @@ class ListScheduler:
     def _open_gap(self) -> None:
         """Take note of what the op before the gap has made possible."""
         gap = self.clock.gap
-        self.offloads.open_gap()
+        if gap in self.moves.opening:
+            self.offloads.open_gap()
         while self.upcoming and self.upcoming[0].update.earliest < gap:
             self.pending.append(self.upcoming.popleft())
         for pending in self.pending:
@@ -327,6 +328,8 @@ class ListScheduler:
         gap, nbytes = self.clock.gap, pending.next_bytes
         # It is not sure to run before its deadline, so what is fetched must fit until there.
         last_gap = max(pending.deadline, gap)
+        if not self.ledger.fits_in_reserve(last_gap, pending.still_to_come_bytes):
+            return False
         others = (other for other in self.fetched if other is not pending)
         rest = pending.still_to_come_bytes - nbytes
         rest = max([rest, *(other.still_to_come_bytes for other in others)])
