@@ -252,13 +252,16 @@ class Dataflow:
         params = {buffer.name for buffer in self.buffers if buffer.role is Role.PARAM}
         kept = {buffer.name for buffer in self.buffers if buffer.role in PERSISTENT_ROLES}
         for buffer in self.buffers:
-            of_param = not buffer.param or buffer.param in params
-            _require(of_param, f"{buffer.name} is a gradient of {buffer.param}, no parameter here")
+            if buffer.param and buffer.param not in params:
+                raise ValueError(
+                    f"{buffer.name} is a gradient of {buffer.param}, no parameter here"
+                )
         nbytes = sum(buffer.nbytes for buffer in self.buffers)
         _require(nbytes <= MOST_BYTES, f"the buffers have {nbytes} bytes, more than there are")
         for op in self.ops:
-            unknown = {*op.reads, *op.writes} - known
-            _require(not unknown, f"op {op.name} touches unknown buffers {sorted(unknown)[:3]}")
+            if not known.issuperset(op.touched):
+                strange = sorted({*op.touched} - known)
+                raise ValueError(f"op {op.name} touches unknown buffers {strange[:3]}")
         for group in self.updates:
             unknown = {group.param, group.gradient, *group.states, *group.scalars} - known
             unknown |= {group.low_precision} - known - {""}
@@ -291,8 +294,8 @@ class Dataflow:
         for op in self.ops:
             if op.collective is not None:
                 begun.add(op.name)
-            known = not op.awaits or op.awaits in begun
-            _require(known, f"op {op.name} awaits {op.awaits}, which has begun no exchange")
+            if op.awaits and op.awaits not in begun:
+                raise ValueError(f"op {op.name} awaits {op.awaits}, which has begun no exchange")
 
     def verify_read(self) -> None:
         """Raise ValueError where this cannot be what `extract` has made: for one from a file."""

@@ -14,7 +14,7 @@ from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.placement.op_order import Instance
-from cotrain_compile.placement.remembered import once
+from cotrain_compile.placement.remembered import once, remembered
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum
 from cotrain_compile.plan import HostRegion, Placement, Task, Transfer, carried_out
 
@@ -85,10 +85,16 @@ def _read_on_host(dataflow: Dataflow, task: Task) -> Iterator[str]:
             if not task.is_offload:
                 yield task.buffer
         case HostRegion():
-            for name in task.ops:
-                yield from dataflow.ops[dataflow.position[name]].reads
+            yield from _read_by(dataflow, task.ops)
         case _:
             assert_never(task)
+
+
+@remembered
+def _read_by(dataflow: Dataflow, ops: tuple[str, ...]) -> tuple[str, ...]:
+    """What the ops of a task read, each once."""
+    reads = (name for op in ops for name in dataflow.ops[dataflow.position[op]].reads)
+    return tuple(dict.fromkeys(reads))
 
 
 def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Op, Phase
 from cotrain_compile.placement.remembered import remembered_last
@@ -24,8 +25,7 @@ KEPT = 8
 Gap = tuple[int, int]  # two neighbouring touches of a buffer, with ops between them
 
 
-@dataclass(frozen=True)
-class Instance:
+class Instance(NamedTuple):
     """A copy of `buffer` on the device in slots [first, last), which ops use from `current` on."""
 
     buffer: Buffer
@@ -103,7 +103,7 @@ class OpOrder:
     def unmoved(self) -> list[tuple[Instance, ...]]:
         """The same, and whatever outlives the step is there to its end."""
         return [
-            (replace(held[0], last=self.end + 1),)
+            (held[0]._replace(last=self.end + 1),)
             if held and buffer.role in PERSISTENT_ROLES and held[0].last <= self.end
             else held
             for buffer, held in zip(self.buffers, self.at_uses, strict=True)

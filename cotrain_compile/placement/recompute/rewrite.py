@@ -9,7 +9,7 @@ the graph, and a law says that the two agree.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -234,7 +234,7 @@ def _rewritten(dataflow: Dataflow, names: frozenset[str]) -> tuple[Dataflow, Map
 @dataclass
 class _Rewriting:
     dataflow: Dataflow
-    names: Collection[str]
+    names: frozenset[str]
     ops: list[Op] = field(default_factory=list)
     copied: dict[str, str] = field(default_factory=dict)
     again: dict[str, str] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class _Rewriting:
             if name in self.names and not op.awaits
         }
         for op in self.dataflow.ops:
-            if op.phase is not Phase.FORWARD:
+            if op.phase is not Phase.FORWARD and not self.names.isdisjoint(op.reads):
                 for name in op.reads:
                     if name in maker:
                         self._make_again(name, maker)

@@ -65,18 +65,21 @@ class MemoryLedger:
         self._slot_bytes = np.array(slot_bytes, dtype=np.int64)
         self._gap_bytes = np.array(gap_bytes, dtype=np.int64)
         self._reserve_bytes = np.zeros_like(self._gap_bytes)
+        self._with_reserve = self._gap_bytes.copy()  # what is planned and what is reserved
         self._held_bytes = 0
 
     def plan(self, nbytes: int, first_gap: int, last_gap: int) -> None:
         """`nbytes` more from gap to gap."""
         self._slot_bytes[first_gap:last_gap] += nbytes
         self._gap_bytes[first_gap : last_gap + 1] += nbytes
+        self._with_reserve[first_gap : last_gap + 1] += nbytes
 
     def hold(self, nbytes: int, *, planned_in: int | None = None) -> None:
         """`nbytes` more from now on until they are released; no longer as planned in a gap."""
         self._held_bytes += nbytes
         if planned_in is not None:
             self._gap_bytes[planned_in] -= nbytes
+            self._with_reserve[planned_in] -= nbytes
 
     def release(self, nbytes: int) -> None:
         """`nbytes` that were held have gone."""
@@ -84,12 +87,16 @@ class MemoryLedger:
 
     def reserve(self, nbytes: int, gap: int) -> None:
         """Keep at least `nbytes` free in `gap`."""
-        self._reserve_bytes[gap] = max(int(self._reserve_bytes[gap]), nbytes)
+        self._set_reserve(gap, max(int(self._reserve_bytes[gap]), nbytes))
 
     def plan_reserved(self, nbytes: int, first_gap: int, last_gap: int) -> None:
         """`nbytes` more from gap to gap, in the last one out of what is reserved there."""
         self.plan(nbytes, first_gap, last_gap)
-        self._reserve_bytes[last_gap] = max(0, int(self._reserve_bytes[last_gap]) - nbytes)
+        self._set_reserve(last_gap, max(0, int(self._reserve_bytes[last_gap]) - nbytes))
+
+    def _set_reserve(self, gap: int, nbytes: int) -> None:
+        self._reserve_bytes[gap] = nbytes
+        self._with_reserve[gap] = self._gap_bytes[gap] + nbytes
 
     def require_all_to_fit(self) -> None:
         """Raise `DoesNotFit` where more is planned than the budget."""
@@ -113,13 +120,12 @@ class MemoryLedger:
     def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""
         room = self.budget_bytes - nbytes
-        between = slice(gap, last_gap)
-        planned = self._gap_bytes[between] + self._reserve_bytes[between]
-        return bool((self._slot_bytes[between] <= room).all() and (planned <= room).all())
+        slots, gaps = self._slot_bytes[gap:last_gap], self._with_reserve[gap:last_gap]
+        return not len(slots) or bool(slots.max() <= room and gaps.max() <= room)
 
     def fits_in(self, gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit in the one `gap`, as planned and beside what is reserved."""
-        return self.fits_in_reserve(gap, nbytes + int(self._reserve_bytes[gap]))
+        return int(self._with_reserve[gap]) + nbytes <= self.budget_bytes
 
     def fits_in_reserve(self, gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit in `gap` that may take what is reserved there."""
@@ -230,6 +236,8 @@ class Pending:
     before: Pending | None = None  # the piece before it, which runs first
     arrival_s: float | None = None  # when all that is fetched for it is there, once it is known
     next_fetches: tuple[Fetch, ...] = field(init=False)
+    next_bytes: int = field(init=False)
+    next_after: tuple[str, ...] = field(init=False)  # the tasks that these come after
     still_to_come_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -250,6 +258,8 @@ class Pending:
         self.fetched += count
         rest = self.update.fetches[self.fetched :]
         self.next_fetches = tuple(fetch for fetch in rest if not fetch.after) or rest
+        self.next_bytes = sum(fetch.nbytes for fetch in self.next_fetches)
+        self.next_after = tuple(name for fetch in self.next_fetches for name in fetch.after)
         rest_bytes = sum(fetch.nbytes for fetch in rest)
         self.still_to_come_bytes = self.update.workspace_bytes + rest_bytes
 

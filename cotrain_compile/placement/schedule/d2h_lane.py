@@ -7,6 +7,7 @@ for those that are done or whose memory is needed. A source that is kept for its
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class OffloadLane:
     def feed(self, until_s: float) -> None:
         """Give the lane work until `until_s`."""
         free_s = self._clock.free_s
+        if not (self._urgent or self._early or self._weights):
+            return
         for queue in (self._urgent, self._early):
             while queue and free_s[Lane.D2H] < until_s:
                 if self._would_hold_up_a_scalar(next(iter(queue.values()))):
@@ -77,6 +80,8 @@ class OffloadLane:
 
     def urge(self, names: Collection[str]) -> None:
         """Issue those of `names` now that have not been yet: something waits for them."""
+        if not names:
+            return
         for queue in (self._urgent, self._early, self._weights):
             found = {name for name in names if name in queue}
             # Only several have an order to keep; to look for it takes the whole queue.
@@ -89,6 +94,8 @@ class OffloadLane:
 
     def take_back(self) -> None:
         """Wait for the flights that are done."""
+        if not self._flights:
+            return
         for flight in self._due():
             if self._clock.end_s[flight.name] <= self._clock.now_s:
                 self._wait_for(flight)
@@ -133,11 +140,9 @@ class OffloadLane:
     def _would_hold_up_a_scalar(self, send: Send) -> bool:
         """Whether a small copy that host updates wait for comes up long before this one ends."""
         ahead_s = 0.25 * self._machine.copy_s(send.nbytes, Tier.DEVICE, Tier.HOST)
-        clock = self._clock
-        return any(
-            clock.gap <= slot and clock.until(slot + 1) < ahead_s
-            for slot in self._moves.scalar_slots
-        )
+        slots, clock = self._moves.scalar_slots, self._clock
+        following = bisect_left(slots, clock.gap)
+        return following < len(slots) and clock.until(slots[following] + 1) < ahead_s
 
     def _due(self) -> list[_Flight]:
         """The flights whose waits would give memory back in this gap."""

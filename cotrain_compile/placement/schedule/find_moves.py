@@ -26,6 +26,7 @@ from cotrain_compile.placement.schedule import books
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import (
     joined_by_layer,
+    last_ops,
     layer_windows,
     movable,
     update_needs,
@@ -56,8 +57,9 @@ class _Finder:
         self.problem, self.placement, whole = placed.problem, placed.placement, placed.program
         problem, placement, self.dataflow = placed.problem, placed.placement, placed.dataflow
         self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
-        every = update_needs(self.dataflow)
+        every = update_needs(self.dataflow) if self.moving else {}
         self.needs = {group.param: every[group.param] for group in self.moving}
+        self.last_ops = last_ops(self.dataflow)
         supporting = {name for needs in self.needs.values() for name in needs.support}
         self.program = without_ops(whole, supporting.union(*(g.ops for g in self.moving)))
         seconds = problem.costs.device_s
@@ -306,12 +308,14 @@ class _Finder:
         None too where this step uses or returns what the update writes, and where the update reads
         what lies in `.grad`: that is the user's when the step returns.
         """
+        if not self.placement.overlap_steps:
+            return None
         param, program = group.param, self.program
         touched = program.touches.get(program.fetched.get(param, param), [])
         written = [self.dataflow.buffer[name] for name in (param, *group.states)]
         in_step = self.windows[param][1] < program.end or any(b.is_output for b in written)
         in_step = in_step or self.placement.homes.get(group.gradient) is Tier.HOST
-        if in_step or not touched or not self.placement.overlap_steps:
+        if in_step or not touched:
             return None
         return touched[0]
 
@@ -381,7 +385,7 @@ class _Finder:
         it reads but for `guesses`.
         """
         position, program = self.dataflow.position, self.program
-        write = max(position[name] for name in group.ops)
+        write = self.last_ops[group.param]
         own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
         needs = self.needs.get(group.param)
         others = needs.made_before if needs is not None else ()

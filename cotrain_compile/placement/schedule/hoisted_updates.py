@@ -47,6 +47,13 @@ class UpdateNeeds:
 
 
 @once
+def last_ops(dataflow: Dataflow) -> Mapping[str, int]:
+    """The position in the step of the last op of every update, by parameter."""
+    position = dataflow.position
+    return {g.param: max(position[name] for name in g.ops) for g in dataflow.updates}
+
+
+@once
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""
     support = _Support(dataflow)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
@@ -74,6 +74,8 @@ class ListScheduler:
         self.upcoming = deque(with_deadlines(moves.device_updates, self.ledger, self.program.end))
         self.pending: list[Pending] = []
         self.fetched: list[Pending] = []  # whose states are there or on their way
+        # In order: those that have states at home.
+        self.unfetched = [pending for pending in self.upcoming if pending.next_fetches]
         self.moved: list[MovedOps] = []
         self.moved_ops: set[str] = set()
 
@@ -112,7 +114,8 @@ class ListScheduler:
     def _open_gap(self) -> None:
         """Take note of what the op before the gap has made possible."""
         gap = self.clock.gap
-        self.offloads.open_gap()
+        if gap in self.moves.opening:
+            self.offloads.open_gap()
         while self.upcoming and self.upcoming[0].update.earliest < gap:
             self.pending.append(self.upcoming.popleft())
         for pending in self.pending:
@@ -231,8 +234,10 @@ class ListScheduler:
             self.fetched.append(pending)
         for fetch in fetches:
             self._issue_fetch(fetch)
+        nbytes = pending.next_bytes
         pending.note_fetched(len(fetches))
-        nbytes = sum(fetch.nbytes for fetch in fetches)
+        if not pending.next_fetches:
+            self.unfetched.remove(pending)
         pending.planned_bytes += nbytes
         if pending.counted:
             self.ledger.hold(nbytes)
@@ -283,7 +288,8 @@ class ListScheduler:
         free_bytes = self.ledger.free_now(self.clock.gap, self._reserved())
         if self.fetches and self._may_fetch(self.fetches[0], until_s, free_bytes):
             choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
-        for pending in self._unfetched():
+        fetchable = (pending for pending in self.unfetched if pending.may_be_fetched)
+        for pending in islice(fetchable, self.candidates):
             urgency_s = self.clock.until(pending.update.earliest + 1)
             if self._may_fetch_states(pending, urgency_s, until_s, free_bytes):
                 choices.append((urgency_s, partial(self._fetch_states, pending)))
@@ -303,11 +309,6 @@ class ListScheduler:
         self.ledger.plan(fetch.nbytes, self.clock.gap, fetch.need)
         self._issue_fetch(fetch)
 
-    def _unfetched(self) -> list[Pending]:
-        """The next few updates whose states are still at home."""
-        waiting = chain(self.pending, self.upcoming)
-        return list(islice((p for p in waiting if p.may_be_fetched), self.candidates))
-
     def _may_fetch(self, fetch: Fetch, until_s: float, free_bytes: int) -> bool:
         gap, need = self.clock.gap, fetch.need
         if fetch.nbytes > free_bytes or self.clock.until(need) > self.lookahead_s:
@@ -322,12 +323,13 @@ class ListScheduler:
     ) -> bool:
         if pending.still_to_come_bytes > free_bytes or urgency_s > self.lookahead_s:
             return False
-        gap, fetches = self.clock.gap, pending.next_fetches
-        if max(self.clock.ready(fetch.after) for fetch in fetches) > until_s:
+        if self.clock.ready(pending.next_after) > until_s:
             return False
-        nbytes = sum(fetch.nbytes for fetch in fetches)
+        gap, nbytes = self.clock.gap, pending.next_bytes
         # It is not sure to run before its deadline, so what is fetched must fit until there.
         last_gap = max(pending.deadline, gap)
+        if not self.ledger.fits_in_reserve(last_gap, pending.still_to_come_bytes):
+            return False
         others = (other for other in self.fetched if other is not pending)
         rest = pending.still_to_come_bytes - nbytes
         rest = max([rest, *(other.still_to_come_bytes for other in others)])

@@ -177,6 +177,11 @@ class Moves:
         return _by(holding, lambda send: send.holds_from)
 
     @cached_property
+    def opening(self) -> frozenset[int]:
+        """The gaps in which a send becomes possible, or begins to hold its source alone."""
+        return frozenset({*(slot + 1 for slot in self.sends_ready_after), *self.sends_held_from})
+
+    @cached_property
     def needed_at(self) -> dict[int, list[str]]:
         """Names of the fetches by the slot that needs them."""
         needs = _by(self.fetches, lambda fetch: fetch.need)
