@@ -198,6 +198,7 @@ def pipeline(
     options: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    sequence: bool = False,
 ) -> Pipeline:
     """Cut `model` into stages over all ranks, in place, and return what trains it.
 
@@ -207,7 +208,8 @@ def pipeline(
     `batch` is an example of what the model takes in a step, with its `target`; all turns are
     compiled with it. `loss_fn` takes what the model returns and the target of a micro-batch, and
     gives the mean over its samples. `options` are those of this backend; their `memory_budget` is
-    what this rank may take.
+    what this rank may take. With `sequence` the layouts of `tensor_plan` divide what goes from
+    stage to stage by tokens, its second dimension, over the ranks of "tensor".
 
     After it `model` has the parameters of this rank's stages, under their names.
 
@@ -228,7 +230,7 @@ def pipeline(
     ranks.make(lambda: _refuse_other_batch(samples, read), same)
     splits = tensor_plan or {}
     made = ranks.make(
-        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits)
+        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits, sequence)
     )
     made.begin_alike()
     return made
@@ -264,6 +266,7 @@ def _made(
     together: StageRanks,
     grid: Grid,
     tensor_plan: Mapping[str, ParallelStyle],
+    sequence: bool,
 ) -> Pipeline:
     ranks, rank = grid.ranks, grid.rank
     schedule_class(plan.schedule, plan.stages, ranks)
@@ -275,6 +278,10 @@ def _made(
         try_out(part, micro_batch)
     keep(model, plan.split_points, found, set(own))
     divide(model, [part.module for part in parts], plan, grid, tensor_plan)
+    if sequence and grid.tensor is not None:
+        for part in parts:
+            part.divide_tokens(grid.tensor.size())
+            try_out(part, micro_batch)
     device = next(model.parameters()).device
     gradients = Gradients(model)
     gradients.attach()

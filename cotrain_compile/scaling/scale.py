@@ -154,8 +154,9 @@ def scale(
         made = ranks.make(lambda: wrapped(model, row.layout, mesh, splits))
         return Scaled(made, row.layout, mesh, loss_fn, chosen)
     pipe = pipeline(
-        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits
-    )
+        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits,
+        sequence=row.layout.sequence,
+    )  # fmt: skip
     return Scaled(model, row.layout, mesh, loss_fn, chosen, pipe)
 
 
