@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def train(rank: int, how: str, options: dict[str, Any]) -> Trained:
-    """Three steps of a rank on its own samples."""
+    """Two steps of a rank on its own samples."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     *widths, last = WIDTHS
@@ -58,7 +58,7 @@ def train(rank: int, how: str, options: dict[str, Any]) -> Trained:
 
     compiled = torch.compile(step, backend="cotrain", options={**OPTIONS, **options})
     samples = torch.Generator().manual_seed(rank)
-    losses = [float(compiled(torch.randn(4, WIDTHS[0], generator=samples))) for _ in range(3)]
+    losses = [float(compiled(torch.randn(4, WIDTHS[0], generator=samples))) for _ in range(2)]
     states = [_local(t) for state in optimizer.state.values() for t in state.values()]
     files = {id(file) for t in states if (file := file_of(t)) is not None}
     measured = inspect(compiled).measured
