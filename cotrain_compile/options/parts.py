@@ -16,6 +16,7 @@ from typing import Any, Literal, get_origin
 
 from cotrain_compile.machine import Machine, Tier, default_budget
 from cotrain_compile.options import parsers
+from cotrain_compile.support.limits import processes_here
 from cotrain_compile.support.units import Size
 
 # What a choice may be: the one list of it, for what checks and for what is typed.
@@ -31,7 +32,7 @@ Lowering = Literal["eager", "inductor"]
 HostKernels = Literal["fused", "captured"]
 OnBreak = Literal["error", "warn"]
 
-# Of what is free on a drive, what states may take by default.
+# Of what is free on a drive, what states of all ranks of a computer may take by default.
 FREE_SHARE = 0.9
 # In one of so many steps ranks compare their parameters, which takes a pass over them.
 CHECK_REPLICAS = 100
@@ -131,7 +132,7 @@ class PlanningOptions:
         free_bytes = machine.disk.capacity_bytes if machine.disk is not None else 0
         if self.disk is not None and os.path.isdir(self.disk):
             free_bytes = shutil.disk_usage(self.disk).free
-        return (self.disk_budget or Size(fraction=FREE_SHARE)).of(free_bytes)
+        return (self.disk_budget or Size(fraction=FREE_SHARE / processes_here())).of(free_bytes)
 
 
 @dataclass(frozen=True)

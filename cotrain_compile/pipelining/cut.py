@@ -66,6 +66,11 @@ class StagePart:
         finally:
             self._received = None
 
+    def divide_tokens(self, parts: int) -> None:
+        """From here on what enters and leaves has an equal part of the tokens of each sample."""
+        self.enters = self.enters and self.enters.by_tokens(parts)
+        self.leaves = self.leaves and self.leaves.by_tokens(parts)
+
     def _give_received(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._received, *args[1:])
 
@@ -130,6 +135,12 @@ def try_out(part: StagePart, batch: Sequence[torch.Tensor]) -> None:
         if part.enters is not None:
             received = part.enters.full(0.0).normal_()
         result = part(received, batch)
+    if part.leaves is not None and result.shape != part.leaves.size:
+        raise DistributeError(
+            f"what leaves a stage has {list(result.shape)} on a rank, and {list(part.leaves.size)} "
+            "goes from stage to stage; let what is between layers be divided by tokens on both "
+            "sides of each split point, or on none (sequence=False)"
+        )
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.isnan().any():
             raise DistributeError(
@@ -199,6 +210,20 @@ class TensorShape:
         for extent in self.size:
             count *= extent
         return count * self.dtype.itemsize
+
+    def by_tokens(self, parts: int) -> TensorShape:
+        """Of one of so many ranks, each of which has equal parts of the tokens.
+
+        Raises `DistributeError` where they cannot be divided so.
+        """
+        if len(self.size) < 2 or self.size[1] % parts:
+            raise DistributeError(
+                f"the plan divides what goes from stage to stage by tokens, its second dimension, "
+                f"over {parts} ranks, and it has {list(self.size)}; take sequence=False, or a "
+                "length that they divide"
+            )
+        first, tokens, *others = self.size
+        return TensorShape((first, tokens // parts, *others), self.dtype, self.device)
 
     def full(self, value: float, *, device: torch.device | str | None = None) -> torch.Tensor:
         """A tensor of this shape."""

@@ -77,7 +77,11 @@ class Pipeline:
         return self._grid.replicas
 
     def step(
-        self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
+        self,
+        *batch: torch.Tensor,
+        target: torch.Tensor,
+        losses: list[torch.Tensor] | None = None,
+        update: Callable[[], None] | None = None,
     ) -> None:
         """Forward and backward of all micro-batches; every rank gives the batch of its replica.
 
@@ -89,9 +93,13 @@ class Pipeline:
         other batches or one tells of its error, `ExchangeFailed` where one dies or hangs,
         `DistributeError` where the batch is not what the plan says. After the first and the last of
         these all may go on.
+
+        With `update`, what `compiled_update` has given, a rank updates as soon as its own last turn
+        is through, while others have theirs (just in time). Where one fails then, others may have
+        updated: their errors say so, and all have to start again.
         """
         self._gradients.attach()
-        self._run("step", self.schedule.step, batch, target, losses)
+        self._run("step", self.schedule.step, batch, target, losses, update)
 
     def eval(
         self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
@@ -125,6 +133,7 @@ class Pipeline:
         batch: Sequence[torch.Tensor],
         target: torch.Tensor,
         losses: list[torch.Tensor] | None,
+        update: Callable[[], None] | None = None,
     ) -> None:
         shapes = [tuple(tensor.shape) for tensor in (*batch, target)]
         self._ranks.begin(f"{name} of a pipeline with a batch of {shapes}")
@@ -134,22 +143,30 @@ class Pipeline:
         for stage in self.stages:
             stage.failed = None
         self.memory.begin(training=name == "step")
+        early = update is not None
         try:
-            with self._ranks.exchanges(), without_dumps():
+            with self._ranks.exchanges(early=early), without_dumps():
                 self._grid.send_first(self._buffers())
                 run(*batch, target=target, return_outputs=False, **kept)
             self.memory.leave()
             failed = next(filter(None, (stage.failed for stage in self.stages)), None)
-            of_all = self._ranks.all_done(failed, [float(loss) for loss in found])
-            if name == "step":
-                with self._ranks.exchanges():
-                    self._grid.add_up(self._gradients.all())
+            if early:
+                self._add_up()
+                if update is not None and failed is None:
+                    update()
+            of_all = self._ranks.all_done(failed, [float(loss) for loss in found], early=early)
+            if name == "step" and not early:
+                self._add_up()
         except BaseException:
             self._gradients.detach()
             raise
         if losses is not None:
             is_all = found and self.replicas == 1
             losses += found if is_all else list(torch.tensor(self._grid.of_replicas(of_all)))
+
+    def _add_up(self) -> None:
+        with self._ranks.exchanges():
+            self._grid.add_up(self._gradients.all())
 
     def begin_alike(self) -> None:
         """Give all replicas the parameters and buffers of the first one."""
@@ -181,6 +198,7 @@ def pipeline(
     options: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    sequence: bool = False,
 ) -> Pipeline:
     """Cut `model` into stages over all ranks, in place, and return what trains it.
 
@@ -190,7 +208,8 @@ def pipeline(
     `batch` is an example of what the model takes in a step, with its `target`; all turns are
     compiled with it. `loss_fn` takes what the model returns and the target of a micro-batch, and
     gives the mean over its samples. `options` are those of this backend; their `memory_budget` is
-    what this rank may take.
+    what this rank may take. With `sequence` the layouts of `tensor_plan` divide what goes from
+    stage to stage by tokens, its second dimension, over the ranks of "tensor".
 
     After it `model` has the parameters of this rank's stages, under their names.
 
@@ -211,7 +230,7 @@ def pipeline(
     ranks.make(lambda: _refuse_other_batch(samples, read), same)
     splits = tensor_plan or {}
     made = ranks.make(
-        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits)
+        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits, sequence)
     )
     made.begin_alike()
     return made
@@ -247,6 +266,7 @@ def _made(
     together: StageRanks,
     grid: Grid,
     tensor_plan: Mapping[str, ParallelStyle],
+    sequence: bool,
 ) -> Pipeline:
     ranks, rank = grid.ranks, grid.rank
     schedule_class(plan.schedule, plan.stages, ranks)
@@ -258,6 +278,10 @@ def _made(
         try_out(part, micro_batch)
     keep(model, plan.split_points, found, set(own))
     divide(model, [part.module for part in parts], plan, grid, tensor_plan)
+    if sequence and grid.tensor is not None:
+        for part in parts:
+            part.divide_tokens(grid.tensor.size())
+            try_out(part, micro_batch)
     device = next(model.parameters()).device
     gradients = Gradients(model)
     gradients.attach()

@@ -81,26 +81,41 @@ class StageRanks:
         self._meeting.meet(does, lambda: f"does a {does}")
 
     @contextmanager
-    def exchanges(self) -> Iterator[None]:
-        """Within it ranks send and receive: `ExchangeFailed` where one does not come."""
+    def exchanges(self, *, early: bool = False) -> Iterator[None]:
+        """Within it ranks send and receive: `ExchangeFailed` where one does not come.
+
+        Where updates come `early`, other ranks may have theirs by then.
+        """
         try:
             yield
         except RuntimeError as error:
+            updated = "Others may have updated in" if early else "No rank has updated anything from"
             raise ExchangeFailed(
-                f"another rank has died, or hangs: {first_line(error)}. No rank has updated "
-                f"anything from this step. Look at the first error of the others; {_START_AGAIN}"
+                f"another rank has died, or hangs: {first_line(error)}. {updated} "
+                f"this step. Look at the first error of the others; {_START_AGAIN}"
             ) from error
 
-    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[list[float]]:
+    def all_done(
+        self, failed: Exception | None, losses: Sequence[float], *, early: bool = False
+    ) -> list[list[float]]:
         """The losses that each rank has, when every rank has done the step.
 
-        Where one has `failed`, it raises its error, and all others `RanksApart`.
+        Where one has `failed`, it raises its error, and all others `RanksApart`: of updates that
+        come `early` they have theirs by then.
         """
         if failed is not None:
             # Ranks that share a layer have told each other, and not those of other stages.
             self._meeting.tell_failure(DistributeError(str(failed)) if _is_told(failed) else failed)
             raise failed
-        self._meeting.meet("end of a step", lambda: "has done its part of the step")
+        try:
+            self._meeting.meet("end of a step", lambda: "has done its part of the step")
+        except RanksApart as error:
+            if not early:
+                raise
+            raise RanksApart(
+                f"{error}. This rank has updated its stages (just in time), so that these are of "
+                f"different steps: {_START_AGAIN}"
+            ) from error
         found: list[list[float]] = self._meeting.gather(list(losses))
         return found
 

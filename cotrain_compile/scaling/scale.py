@@ -26,7 +26,7 @@ from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.distribute.clip import clip_grad_norm
 from cotrain_compile.distribute.ranks import note_unequal_batches, require_dtensor_steps
-from cotrain_compile.errors import DistributeError
+from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
 from cotrain_compile.pipelining.together import StageRanks, compared
 from cotrain_compile.pipelining.turns import LossFunction
@@ -79,15 +79,27 @@ class Scaled:
         return self.model.parameters()
 
     def compiled_step(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        *,
+        just_in_time: bool = False,
     ) -> Step:
         """A step by this backend: `step(*batch, target=target)`, of the samples of this replica.
 
         It returns their mean loss. With `max_norm` gradients are clipped by the norm of the whole
-        model. Raises as a compiled step and `Pipeline.step` do.
+        model. With `just_in_time` each stage of a pipeline is updated as soon as its own last
+        backward is through (`Pipeline.step`); what has no stages is updated by its plan in any
+        case. Raises as a compiled step and `Pipeline.step` do, and `OptionError` where updates
+        cannot be just in time, as the norm is known when all ranks are through.
         """
+        if just_in_time and max_norm is not None:
+            raise OptionError(
+                "just_in_time=True updates a stage before the norm of the whole model is known, by "
+                "which max_norm clips; leave one of them out"
+            )
         if self.pipe is not None:
-            return _step_in_stages(self.pipe, optimizer, max_norm)
+            return _step_in_stages(self.pipe, optimizer, max_norm, just_in_time=just_in_time)
         group_name = str(self.mesh.get_group("experts").group_name) if self._has_experts else ""
         step = _step(self.model, self._loss_fn, optimizer, self.layout, max_norm, group_name)
         made: Step = torch.compile(step, backend="cotrain", options=dict(self._options))
@@ -142,8 +154,9 @@ def scale(
         made = ranks.make(lambda: wrapped(model, row.layout, mesh, splits))
         return Scaled(made, row.layout, mesh, loss_fn, chosen)
     pipe = pipeline(
-        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits
-    )
+        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits,
+        sequence=row.layout.sequence,
+    )  # fmt: skip
     return Scaled(model, row.layout, mesh, loss_fn, chosen, pipe)
 
 
@@ -206,17 +219,23 @@ def _step(
 
 
 def _step_in_stages(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float | None
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    *,
+    just_in_time: bool,
 ) -> Step:
     update = pipe.compiled_update(optimizer)
     first = pipe.replica * pipe.plan.micro_batches
 
     def step(*batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        pipe.step(*batch, target=target, losses=losses)
+        early = update if just_in_time else None
+        pipe.step(*batch, target=target, losses=losses, update=early)
         if max_norm is not None:
             pipe.clip_grad_norm(max_norm)
-        update()
+        if early is None:
+            update()
         return torch.stack(losses[first : first + pipe.plan.micro_batches]).mean()
 
     return step

@@ -50,3 +50,9 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 def _text(path: Path) -> str:
     """A small system file, "" where this computer has none of that name."""
     return path.read_text().strip() if path.is_file() else ""
+
+
+def processes_here() -> int:
+    """How many processes torchrun has started on this computer; 1 where it has not."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +17,8 @@ import cotrain_compile
 from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.machine import Tier
-from tests.support.pipelines import Run, Trained, loss_of, made, pictures
+from cotrain_compile.pipelining.turns import Turns
+from tests.support.pipelines import STEPS, Run, Trained, loss_of, made, pictures
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,65 @@ def overruns_and_goes_on(rank: int, plan: StagePlan) -> tuple[str, Trained]:
     with short_of_memory(run.pipe.stages[0].turns.functions[0], rank):
         overrun = told(lambda: run.pipe.step(inputs, target=target))
     return overrun, run.train()
+
+
+@dataclass(frozen=True)
+class Early:
+    """What a rank trains with updates that are just in time, where the first stage's last backward
+    waits until the last stage has updated; and what it is told where a turn of rank 0 fails, and
+    how far its parameters are from before that step."""
+
+    trained: Trained
+    told: str
+    moved: float
+
+
+def updates_just_in_time(rank: int, plan: StagePlan, folder: Path) -> Early:
+    run = Run("resnet", plan)
+    turns = run.pipe.stages[0].turns
+    if rank == 0:
+        _wait_in_last_backward(turns, plan.micro_batches, folder)
+    else:
+        _tell_of_updates(run, folder)
+    trained = run.train(just_in_time=True)
+    trained = Trained(trained.losses, {k: v.clone() for k, v in trained.state.items()})
+    inputs, target = pictures(0)
+    (backward,) = turns.functions[-1:]
+    with short_of_memory(backward, 1 - rank):  # of rank 0
+        said = told(lambda: run.pipe.step(inputs, target=target, update=run.update))
+    params = dict(run.model.named_parameters())
+    moved = max(float((p.detach() - trained.state[name]).abs().max()) for name, p in params.items())
+    return Early(trained, said, moved)
+
+
+def _wait_in_last_backward(turns: Turns, micro_batches: int, folder: Path) -> None:
+    """Let the last backward of each of three steps end when the other rank has updated."""
+    run, calls = turns.backward, itertools.count(1)
+
+    def backward(*args: Any) -> torch.Tensor | None:
+        step, left = divmod(next(calls), micro_batches)
+        if left == 0 and step <= STEPS:
+            _wait_for(folder / f"updated {step}")
+        return run(*args)
+
+    turns.backward = backward  # type: ignore[method-assign, assignment]
+
+
+def _tell_of_updates(run: Run, folder: Path) -> None:
+    update, calls = run.update, itertools.count(1)
+
+    def updated() -> None:
+        update()
+        (folder / f"updated {next(calls)}").touch()
+
+    run.update = updated
+
+
+def _wait_for(path: Path) -> None:
+    ends = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < ends, "the other rank has not updated"
+        time.sleep(0.01)
 
 
 def short_of_memory(function: Callable[..., object], rank: int) -> AbstractContextManager[object]:

@@ -166,13 +166,15 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.update = self.pipe.compiled_update(self.optimizer)
 
-    def train(self, first: int = 0, steps: int = STEPS) -> Trained:
+    def train(self, first: int = 0, steps: int = STEPS, *, just_in_time: bool = False) -> Trained:
         means = []
+        early = self.update if just_in_time else None
         for step in range(first, first + steps):
             inputs, target = self.kind.batch(step)
             losses: list[torch.Tensor] = []
-            self.pipe.step(inputs, target=target, losses=losses)
-            self.update()
+            self.pipe.step(inputs, target=target, losses=losses, update=early)
+            if early is None:
+                self.update()
             means.append(float(torch.stack(losses).mean()))
         return Trained(means, dict(self.model.state_dict()))
 

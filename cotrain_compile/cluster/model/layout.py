@@ -97,8 +97,6 @@ class Layout:
             return "experts beside other dimensions, or with unequal samples"
         if self.pipeline == 1:
             return ""
-        if self.sequence:
-            return "stages whose layers are divided by tokens"
         if self.shard > 1 and self.tensor > 1:
             return "stages that are both sharded and split"
         return "replicas of a pipeline with unequal samples" if self.samples else ""

@@ -24,6 +24,7 @@ from cotrain_compile.dataflow import Collective
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.machine import Network
 from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes, least_s
+from cotrain_compile.support.limits import processes_here
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def ranks_of_torchrun(device: str) -> Iterator[int]:
 
 def ranks_here() -> int:
     """How many ranks share this computer, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if count_of_ranks() > 1 else 1
+    return processes_here() if count_of_ranks() > 1 else 1
 
 
 def measured_network(bench: Bench, device: torch.device, sizes: Sizes) -> Network | None:

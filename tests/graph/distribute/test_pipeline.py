@@ -207,6 +207,19 @@ def test_a_step_in_which_one_rank_fails_is_none_and_all_go_on(two_ranks: Ranks) 
     check_equal_but_counters([first.trained, last.trained])
 
 
+def test_a_stage_is_updated_while_the_one_before_has_its_last_backward(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """The first stage waits there for it; where a turn fails, the others say that they updated."""
+    first, last = two_ranks.run(failing_stages.updates_just_in_time, ONE_EACH, tmp_path)
+    check_equal([first.trained, last.trained], alone("resnet"))
+    assert first.told.startswith("OutOfDeviceMemory: ")
+    assert first.moved == 0.0
+    assert last.told.startswith("RanksApart: rank 0: failed: OutOfDeviceMemory: ")
+    assert "This rank has updated its stages (just in time)" in last.told
+    assert last.moved > 0
+
+
 @pytest.mark.long
 def test_what_was_fetched_for_turns_that_fail_is_let_go(two_ranks: Ranks) -> None:
     first, last = two_ranks.run(failing_stages.overruns_and_goes_on, SWAPPED)

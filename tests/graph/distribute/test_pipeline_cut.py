@@ -151,3 +151,21 @@ def test_a_plan_of_ranks_is_no_plan_of_a_step(tmp_path: Path) -> None:
     files.save(StagePlan("1F1B", ("layers.1",), 4, 2), path)
     with pytest.raises(OptionError, match=r"give it and the model to cotrain_compile\.pipeline"):
         check_options({"plan": str(path)})
+
+
+def test_tokens_are_divided_on_both_sides_of_a_split_point() -> None:
+    """A stage that gives all tokens where the next gets half of them is found out."""
+    model = nn.Sequential(Layer(), Layer(), Layer())
+    x = torch.ones(2, 6, 4)
+    found = visits(model, ("1", "2"), (x,))
+    first, middle = (cut(model, ("1", "2"), found, stage) for stage in (0, 1))
+    for part in (first, middle):
+        part.divide_tokens(2)
+    assert middle.enters is not None
+    assert middle.leaves is not None
+    assert middle.enters.size == middle.leaves.size == (2, 3, 4)
+    try_out(middle, (x,))
+    with pytest.raises(DistributeError, match=r"leaves a stage has \[2, 6, 4\] on a rank, and \[2"):
+        try_out(first, (x,))
+    with pytest.raises(DistributeError, match="over 2 ranks, and it has"):
+        middle.divide_tokens(2)

@@ -93,6 +93,16 @@ def test_stages_whose_layers_are_split_train_as_one_process_also_after_a_failure
 
 
 @pytest.mark.long
+def test_stages_whose_layers_are_divided_by_tokens_train_as_one_process(
+    four_ranks: Ranks,
+) -> None:
+    """Half of the tokens goes from stage to stage on each rank."""
+    stages = replace(STAGES, micro_batch=4)
+    layout = Layout(pipeline=2, tensor=2, sequence=True)
+    check(four_ranks, Case(layout, "tokens", attends=True, stages=stages))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "budget"),
     [

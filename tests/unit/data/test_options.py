@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.options.parsers import POLICIES
+from cotrain_compile.presets import find
 from cotrain_compile.support.units import Size
 
 GIB = 2**30
@@ -276,3 +280,20 @@ def test_a_misspelled_value_is_refused_with_the_one_that_was_meant(
 def test_nothing_is_proposed_where_nothing_is_near() -> None:
     with pytest.raises(OptionError, match=r"one of 'cpu', 'cuda'$"):  # a GPU is not meant by "cpu"
         Options.parse({"device": "gpu"})
+
+
+def test_ranks_of_a_computer_plan_for_equal_parts_of_a_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what torchrun says; a budget of the user's is that of each rank."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=4_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    def budget(ranks: str, **options: Any) -> int:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        parsed = Options.parse({"disk": tmp_path, **options})
+        return parsed.budgets(find("rtx4090"))[Tier.DISK]
+
+    assert budget("") == 3_600_000
+    assert budget("4") == 900_000
+    assert budget("4", disk_budget="50%") == 2_000_000

@@ -58,7 +58,6 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
             {"shard": 2, "experts": 2},
             "experts beside other dimensions, .* are planned and not executed yet",
         ),
-        (Layout(2, tensor=2, sequence=True), "divided by tokens are planned and not executed yet"),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
         (Layout(2, 2, samples=(3, 1)), "replicas of a pipeline with unequal samples are planned"),
     ],
