@@ -22,11 +22,11 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from cotrain_compile.capture.dynamo.copied_calls import TRIED, Traced, look_of, nodes_behind
+from cotrain_compile.capture.dynamo.copied_calls import TRIED, TracedCall, look_of, nodes_behind
 
 _ACCUMULATE: Any = torch.ops.inductor.accumulate_grad_.default
 
-Made = dict[object, tuple[Traced, Any]]
+Made = dict[object, tuple[TracedCall, Any]]
 """By the look of leaf and gradient, what was traced for the first of them, and its `.grad`."""
 
 
@@ -77,7 +77,7 @@ def _once_a_kind(made: Made, original: Callable[..., Any]) -> Callable[..., Any]
                 return ConstantVariable.create(None)
         last = next(iter(reversed(graph.nodes)))
         result = original(self, tx, leaf, gradient)
-        traced = Traced(graph, [leaf, gradient], nodes_behind(graph, last))
+        traced = TracedCall(graph, [leaf, gradient], nodes_behind(graph, last))
         stored = effects.load_attr(leaf, "grad")
         is_made = look_of(stored) is not None and stored.as_proxy().node in traced.made
         if is_made and traced.may_be_copied():

@@ -36,7 +36,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from cotrain_compile.capture.dynamo.copied_calls import (
     TRIED,
-    Traced,
+    TracedCall,
     look_of,
     look_of_value,
     nodes_behind,
@@ -95,7 +95,7 @@ def _have_one_dtype(items: Sequence[Any]) -> bool:
 
 def _trace_columns(output: Any, arguments: Sequence[Any], trace: Trace) -> Any:
     """Trace a loop column by column, or copy what a column of the same look has made."""
-    made: dict[object, Traced] = {}
+    made: dict[object, TracedCall] = {}
     result = None
     lists = [given for given in arguments if isinstance(given, ListVariable) and given.items]
     for place, column in enumerate(zip(*(given.items for given in lists), strict=True)):
@@ -108,7 +108,7 @@ def _trace_columns(output: Any, arguments: Sequence[Any], trace: Trace) -> Any:
         singles = [_single(given, place) for given in arguments]
         result = trace(singles)
         changed = _put_back(output, arguments, singles, place)
-        traced = Traced(
+        traced = TracedCall(
             output.graph, [item.realize() for item in tensors], nodes_behind(output.graph, last)
         )
         if None not in look and not changed and traced.may_be_copied():

@@ -50,7 +50,7 @@ def _value(variable: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """What was traced for some tensors, the `column`: the nodes `made` of them."""
 
     graph: fx.Graph

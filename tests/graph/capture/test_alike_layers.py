@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from cotrain_compile.backends import devices
 from cotrain_compile.capture.dynamo import alike_accumulations, alike_updates, patches
-from cotrain_compile.capture.dynamo.copied_calls import Traced
+from cotrain_compile.capture.dynamo.copied_calls import TracedCall
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.capture.layers.few_updates import put_updates_back
@@ -137,12 +137,12 @@ def copies_noted(of: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each copy that a module makes of what was traced, of how many tensors."""
     found: list[int] = []
 
-    class Noted(Traced):
+    class Noted(TracedCall):
         def copy_for(self, inputs: Sequence[Any]) -> dict[Any, Any]:
             found.append(len(inputs))
             return super().copy_for(inputs)
 
-    monkeypatch.setattr(of, "Traced", Noted)
+    monkeypatch.setattr(of, "TracedCall", Noted)
     return found
 
 
