@@ -44,16 +44,22 @@ class Tail:
 
     def step_returns(self, written: Sequence[Write], tensors: Mapping[str, Any]) -> None:
         """A step has returned that wrote `written`, all of which are in `tensors` by name."""
-        self._written = [write for write in written if write.is_update]
-        self._tensors = {w.name: weakref.ref(tensors[w.name]) for w in self._written}
+        self._let_go()
         if self._device.is_busy or self._failed():
+            self._written = [write for write in written if write.is_update]
+            # `torch.utils.swap_tensors` refuses a tensor that has a weak reference: now rightly so,
+            # as updates go on in it, and no longer when all is done.
+            self._tensors = {w.name: weakref.ref(tensors[w.name]) for w in self._written}
             _in_flight[id(self)] = self
 
     def wait(self) -> None:
         """Wait until all is done. Raises `StepFailed`, once, where something failed."""
         self._device.drain()
         _in_flight.pop(id(self), None)
-        if failed := self._failed():
+        failed = self._failed()
+        if not failed:
+            self._let_go()
+        else:
             self._device.take_back()
             damage = damage_by(self._written, self._device.tasks())
             found = {name: self._tensors[name]() for name in damage.names}
@@ -85,8 +91,11 @@ class Tail:
 
     def _torn_by(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.torn = PartialUpdate(tensors)
-        self._written, self._tensors = (), {}
+        self._let_go()
         self._device.forget()
+
+    def _let_go(self) -> None:
+        self._written, self._tensors = (), {}
 
 
 def wait_for_tails(but: Tail | None = None) -> None:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,6 +114,29 @@ def test_a_learning_rate_changed_in_place_is_for_the_next_step(tmp_path: Path) -
             gate.set()
             run_steps(training, 1, seed=3)
         return training.tensors()
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+def test_a_weight_is_swapped_for_another_once_its_updates_are_done(tmp_path: Path) -> None:
+    def swapped(training: Training) -> torch.Tensor:
+        weight = training.model[0].weight  # type: ignore[index]
+        other, weight.grad = torch.nn.Parameter(torch.ones_like(weight)), None
+        torch.utils.swap_tensors(weight, other)
+        return other.detach()
+
+    def run(overlap: bool) -> dict[str, torch.Tensor]:
+        training = make_training(tmp_path, overlap=overlap)
+        run_steps(training, 2)
+        with held_back(training.compiled) if overlap else nullcontext():
+            run_steps(training, 1, seed=2)
+            if overlap:
+                with pytest.raises(RuntimeError, match="Cannot swap"):
+                    swapped(training)
+        cotrain_compile.synchronize()
+        before = swapped(training)
+        run_steps(training, 2, seed=3)
+        return {**training.tensors(), "what was in it": before}
 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
 
