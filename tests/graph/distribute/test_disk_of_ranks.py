@@ -72,7 +72,8 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-@pytest.mark.parametrize("how", ["replicate", pytest.param("shard", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", PARTS)
 def test_ranks_have_files_of_their_own_in_one_folder(
     two_ranks: Ranks, tmp_path: Path, how: str
 ) -> None:
