@@ -70,9 +70,7 @@ def roofline(
     what is limited by memory moves the bytes of its kernel (`kernels`).
     """
     network_s = _network_s(dataflow, machine)
-    factors = machine.device.factors
-    fuses = machine.fuses_updates if compiled is None else compiled
-    parts = kernel_parts(dataflow) if factors and fuses else {}
+    parts = kernel_parts(dataflow) if fuses(machine, compiled) else {}
     device_s = {op.name: _op_s(op, machine.device, parts.get(op.name)) for op in dataflow.ops}
     device_s |= dict.fromkeys(network_s, machine.device.launch_s)
     if machine.fuses_updates:
@@ -89,6 +87,12 @@ def roofline(
         ),
         network_s=network_s,
     )
+
+
+def fuses(machine: Machine, compiled: bool | None) -> bool:
+    """Whether memory-bound ops are taken as kernels: of `compiled` code, as `roofline` has it."""
+    of_code = machine.fuses_updates if compiled is None else compiled
+    return of_code and bool(machine.device.factors)
 
 
 def _network_s(dataflow: Dataflow, machine: Machine) -> dict[str, float]:

@@ -81,7 +81,7 @@ def kernel_parts(dataflow: Dataflow) -> dict[str, Part]:
     than what it reads, goes over that once more.
     """
     kernel = kernels(dataflow)
-    inside = _used_inside(dataflow, kernel)
+    inside = used_inside(dataflow, kernel)
     seen: set[tuple[str, str]] = set()
     made_in: dict[str, str] = {}
     found: dict[str, Part] = {}
@@ -124,7 +124,7 @@ def _moved(
     return found
 
 
-def _used_inside(dataflow: Dataflow, kernel: Mapping[str, str]) -> set[str]:
+def used_inside(dataflow: Dataflow, kernel: Mapping[str, str]) -> set[str]:
     """Buffers that one kernel makes and nothing else reads."""
     makers: dict[str, set[str]] = {}
     for op in dataflow.ops:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from cotrain_compile.analysis.held import held_bytes, holding
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import disk_bytes
 from cotrain_compile.placement.host_memory import host_bytes
 from cotrain_compile.placement.op_order import Instance
@@ -101,6 +103,19 @@ def place_dataflow(
     """As `place`, where no machine is known."""
     program = device_program(as_placed(dataflow, placement), placement, moved)
     return PlacedDataflow(program, placement, tuple(tasks), tuple(moved))
+
+
+def place_as_planned(dataflow: Dataflow, plan: Plan) -> PlacedDataflow:
+    """The step as `plan` runs it, in the bytes that it was planned with, which it does not say.
+
+    Those of compiled code where op by op the device would hold more than the plan. Raises as
+    `place`.
+    """
+    decided = plan.placement, plan.tasks, plan.moved
+    placed = place_dataflow(dataflow, *decided)
+    if max(placed.device_bytes) <= plan.predicted.peak_bytes[Tier.DEVICE]:
+        return placed
+    return place_dataflow(holding(dataflow, held_bytes(dataflow)), *decided)
 
 
 def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:

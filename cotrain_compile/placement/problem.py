@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
+from cotrain_compile.analysis.costs import CostTable, fuses, roofline, with_measured
+from cotrain_compile.analysis.held import held_bytes, holding
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.errors import OptionError
 from cotrain_compile.guesses import second_bytes
@@ -34,10 +35,11 @@ class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
     `captured` says that updates on the host run op by op even where there is a loop, `compiled` as
-    what code ops run (`roofline`), `speculates` that updates may begin on guesses. In `dataflow`
-    regions run in parts by `splits`, micro-batches in packs of `layers_per_pack`, the values
-    `recomputed` are made again, and some updates go in `pieces`, all nothing in the problem of a
-    step; else the step itself is what is `written`.
+    what code ops run (`roofline`), `speculates` that updates may begin on guesses. `whole_bytes`
+    are those of values inside of compiled kernels, which have in `dataflow` what they take of
+    memory (`analysis.held`). In it regions run in parts by `splits`, micro-batches in packs of
+    `layers_per_pack`, the values `recomputed` are made again, and some updates go in `pieces`, all
+    nothing in the problem of a step; else the step itself is what is `written`.
     """
 
     dataflow: Dataflow
@@ -52,6 +54,12 @@ class Problem:
     splits: Mapping[str, int] = field(default_factory=dict)
     pieces: tuple[Pieced, ...] = ()
     written: Written | None = None
+    whole_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> Dataflow:
+        """The step as it is written, with all bytes of all its values."""
+        return holding(self.written.dataflow if self.written else self.dataflow, self.whole_bytes)
 
     def under(self, placement: Placement) -> Problem:
         """The problem of the step that is left under `placement`: this one, where it is of that.
@@ -96,7 +104,7 @@ class Problem:
             return self
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, splits)
-        costs = self._with_parts(written, parts)
+        costs = self._with_parts(written, parts, splits)
         ordered = in_packs(parts, layers_per_pack)
         again = recomputed_ops(ordered, names)
         known, sent = costs.device_s, costs.network_s
@@ -114,12 +122,14 @@ class Problem:
             written=written if names or layers_per_pack or splits or pieces else None,
         )
 
-    def _with_parts(self, written: Written, parts: Dataflow) -> CostTable:
+    def _with_parts(
+        self, written: Written, parts: Dataflow, splits: Mapping[str, int]
+    ) -> CostTable:
         """The costs of the step that is written in parts."""
         if parts is written.dataflow:
             return written.costs
         costs = written.costs
-        made = self._roofline(parts)
+        made = self._roofline(split_regions(self.step, splits))
         own = {op.name for op in written.dataflow.ops}
         known = costs.device_s
         device_s = {op: known[op] if op in own else s for op, s in made.device_s.items()}
@@ -133,7 +143,7 @@ class Problem:
 
     def _as_measured(self, written: Written, made: Mapping[str, float]) -> dict[str, float]:
         """Seconds of parts, as much more than the machine's rates allow as of the whole op."""
-        rates = self._roofline(written.dataflow).device_s
+        rates = self._roofline(self.step).device_s
         found: dict[str, float] = {}
         for region in written.dataflow.regions:
             for op in region.ops:
@@ -203,10 +213,13 @@ def formulate(
     if Tier.DISK not in budgets:
         machine = machine.with_disk(None)
     costs = roofline(dataflow, machine, captured=captured, compiled=compiled)
+    held = held_bytes(dataflow) if fuses(machine, compiled) else {}
     if profile is not None:
         again = {again_name(op.name) for op in dataflow.ops}
         # What a wait was seen to take is what the network says.
         again |= {op.name for op in dataflow.ops if op.awaits and op.awaits in costs.network_s}
         device_s = {n: s for n, s in profile.device_s.items() if n not in again}
         costs = with_measured(costs, device_s=device_s, host_update_s=profile.host_update_s)
-    return Problem(dataflow, machine, costs, dict(budgets), captured, compiled)
+    whole = {name: dataflow.buffer[name].nbytes for name in held}
+    step = holding(dataflow, held)
+    return Problem(step, machine, costs, dict(budgets), captured, compiled, whole_bytes=whole)

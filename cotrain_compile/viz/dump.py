@@ -37,7 +37,7 @@ def dump_step(
     files.write_whole(folder / "captured.py.txt", step.text())
     files.write_whole(folder / "placed.py.txt", placed.text())
     files.write_whole(folder / "summary.txt", summary(plan, dataflow) + "\n")
-    files.save(dataflow, folder / "step.json")
+    files.save(problem.step, folder / "step.json")
     files.save(plan, folder / "plan.json")
     files.save(problem.machine, folder / "machine.json")
     if profile is not None:

@@ -17,7 +17,7 @@ from datetime import date
 
 from cotrain_compile.dataflow import Dataflow, Job, Phase, Role
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.placement.placed import as_placed, place_dataflow
+from cotrain_compile.placement.placed import as_placed, place_as_planned
 from cotrain_compile.placement.residency import IntervalSum
 from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Timeline, Transfer
 from cotrain_compile.support.plan_words import plan_words
@@ -73,7 +73,7 @@ def planned_curve(dataflow: Dataflow, plan: Plan, tier: Tier, zero_s: float) -> 
     """What the plan predicts; on the host the most that it can be, at all times."""
     if tier is Tier.HOST:
         return _host(dataflow, plan)
-    placed = place_dataflow(dataflow, plan.placement, plan.tasks, plan.moved)
+    placed = place_as_planned(dataflow, plan)
     program, kinds = placed.program, memory_kinds(placed.dataflow)
     sums = {kind: IntervalSum(program.end + 1) for kind in MEMORY_KINDS}
     for held in placed.instances:

@@ -9,7 +9,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.order.by_layer import find_micro_batches
-from cotrain_compile.placement.placed import place_dataflow
+from cotrain_compile.placement.placed import place_as_planned
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.placement.split import split_regions
@@ -227,7 +227,7 @@ def reserved_on_card(plan: Plan, dataflow: Dataflow) -> Reserved | None:
     """What torch's caching allocator takes from a card for the plan; None where it is small."""
     if plan.predicted.peak_bytes[Tier.DEVICE] < LEAST_TO_FRAGMENT_BYTES:
         return None
-    return reserved(place_dataflow(dataflow, plan.placement, plan.tasks, plan.moved))
+    return reserved(place_as_planned(dataflow, plan))
 
 
 def reserved_words(plan: Plan, dataflow: Dataflow) -> Iterator[str]:
