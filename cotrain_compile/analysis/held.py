@@ -1,12 +1,12 @@
 """Held: the bytes that values inside of compiled kernels take of memory.
 
 In: a `Dataflow`. Out: bytes by buffer, of those that take fewer than they have: what one kernel
-makes and alone reads is in registers, if nothing of the step can come between its maker and its
-last reader: no other kernel, no layer's end, where a segment ends, no update and no exchange.
+makes and alone reads is in registers, if nothing of the step should come between its maker and its
+last reader: no other kernel, no end of a layer, where a segment ends, no update and no exchange.
 
-A kernel has all that it reads and all that it makes at once, though, and a plan counts op by op:
-what dies before the kernel's last op was there to its end. So much is held of what that op reads,
-and at most what its value has: nobody plans for more than op by op.
+A kernel has all that it reads and all that it makes at once, though, and a plan counts op by op.
+So one value of each kernel stands for what is not there when it is, with at most its own bytes:
+nobody plans for more than op by op.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _stretches(dataflow: Dataflow) -> list[int]:
     """The stretch of ops that each op is in, none of which ends a kernel; 0 for what does."""
     layer = layers_of(dataflow)
     roles = {buffer.name: buffer.role for buffer in dataflow.buffers}
+    updating = {name for group in dataflow.updates for name in group.ops}
     found: list[int] = []
     number, before = 1, ("", Phase.FORWARD)
     for op in dataflow.ops:
@@ -108,6 +109,7 @@ def _stretches(dataflow: Dataflow) -> list[int]:
         ends = (
             op.kind not in FUSIBLE
             or op.phase is Phase.OPTIMIZER
+            or op.name in updating
             or op.collective is not None
             or bool(op.awaits)
             or any(roles[name] is Role.RNG for name in op.touched)
