@@ -25,7 +25,7 @@ _MADE_WHERE_READ = frozenset({OpKind.POINTWISE, OpKind.NORM})
 def held_bytes(dataflow: Dataflow) -> Mapping[str, int]:
     """Of each value that takes fewer bytes of memory in compiled code than it has: those."""
     kernel = kernels(dataflow)
-    inside = used_inside(dataflow, kernel)
+    inside = used_inside(dataflow, kernel) - _collected(dataflow)
     spans = _spans(dataflow)
     of_kernel: dict[tuple[str, int], _Kernel] = {}
     for number, op in zip(_stretches(dataflow), dataflow.ops, strict=True):
@@ -93,6 +93,12 @@ class _Kernel:
             nbytes, name = min(each for each in missing if each[1])
             held[name] = min(dataflow.buffer[name].nbytes, nbytes)
         return held
+
+
+def _collected(dataflow: Dataflow) -> set[str]:
+    """What has memory of its own where a region runs in parts: each part writes its rows there."""
+    windows = [window for region in dataflow.regions for window in region.windows]
+    return {each.buffer for w in windows for each in (*w.collected, *w.counted)}
 
 
 def _stretches(dataflow: Dataflow) -> list[int]:
