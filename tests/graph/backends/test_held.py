@@ -1,0 +1,92 @@
+"""Held: what compiled code takes of a device is no more than planned, and less than op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cotrain_compile
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place
+from cotrain_compile.placement.problem import formulate
+from tests.support.steps import cotrain, make_step
+
+WORDS = 4096
+
+
+class Speaker(nn.Module):
+    """A loss of many words in float32, as those of language models are."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+            for _ in range(layers)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return F.linear(hidden, self.words.weight)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens)
+    return F.cross_entropy(logits.float(), tokens)
+
+
+def images_loss(model: nn.Module, images: Tensor) -> Tensor:
+    return F.cross_entropy(model(images), torch.zeros(len(images), dtype=torch.int64))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU()),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()),
+        *(nn.Flatten(), nn.Linear(8 * 16 * 16, 10)),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and the share of what is planned op by op that its compiled code is planned with."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    given: Callable[[], Tensor]
+    at_most: float
+
+
+CASES = {
+    "words": Case(lambda: Speaker(0), loss_of, lambda: torch.randint(0, WORDS, (64,)), 0.75),
+    "layers": Case(lambda: Speaker(2), loss_of, lambda: torch.randint(0, WORDS, (64,)), 0.75),
+    "images": Case(net, images_loss, lambda: torch.randn(8, 3, 16, 16), 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["words", *(pytest.param(n, marks=pytest.mark.long) for n in ("layers", "images"))]
+)
+def test_compiled_code_takes_no_more_than_planned(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    step = make_step(model, [torch.optim.SGD(model.parameters(), lr=0.1)], case.loss)
+    run = cotrain(policy="resident", lowering="inductor", machine="h100")(step)
+    run(case.given())
+    compiled = cotrain_compile.inspect(run)
+    problem = compiled.problem
+    planned = compiled.predicted.peak_bytes[Tier.DEVICE]
+    plain = formulate(problem.step, problem.machine, problem.budgets, compiled=False)
+    op_by_op = max(place(plain, compiled.plan.placement).device_bytes)
+    assert planned <= case.at_most * op_by_op
+    assert compiled.rehearsed_device_bytes is not None
+    assert compiled.rehearsed_device_bytes <= planned
