@@ -6,7 +6,8 @@ last reader: no other kernel, no end of a layer, where a segment ends, no update
 
 A kernel has all that it reads and all that it makes at once, though, and a plan counts op by op.
 So one value of each kernel stands for what is not there when it is, with at most its own bytes:
-nobody plans for more than op by op.
+nobody plans for more than op by op. Values of the forward are whole: a plan may keep them for what
+it makes again.
 """
 
 from __future__ import annotations
@@ -107,22 +108,21 @@ def _stretches(dataflow: Dataflow) -> list[int]:
     roles = {buffer.name: buffer.role for buffer in dataflow.buffers}
     updating = {name for group in dataflow.updates for name in group.ops}
     found: list[int] = []
-    number, before = 1, ("", Phase.FORWARD)
+    number, before = 1, ""
     for op in dataflow.ops:
         if not op.writes and not op.awaits:
             found.append(0)
             continue
         ends = (
             op.kind not in FUSIBLE
-            or op.phase is Phase.OPTIMIZER
+            or op.phase is not Phase.BACKWARD
             or op.name in updating
             or op.collective is not None
             or bool(op.awaits)
             or any(roles[name] is Role.RNG for name in op.touched)
         )
-        here = layer[op.name], op.phase
-        if ends or here != before:
-            number, before = number + 1, here
+        if ends or layer[op.name] != before:
+            number, before = number + 1, layer[op.name]
         found.append(0 if ends else number)
     return found
 

@@ -25,7 +25,7 @@ CHAIN = {
 
 def step(shape: dict[str, tuple[OpKind, tuple[str, ...]]], wide: tuple[str, ...] = ()) -> Dataflow:
     ops = tuple(
-        Op(n, f"aten.{n}", Phase.FORWARD, reads, (n,), bytes_moved=NBYTES, kind=kind)
+        Op(n, f"aten.{n}", Phase.BACKWARD, reads, (n,), bytes_moved=NBYTES, kind=kind)
         for n, (kind, reads) in shape.items()
     )
     made = [
@@ -84,6 +84,13 @@ def test_random_numbers_and_updates_are_held() -> None:
     assert not held_bytes(replace(dataflow, ops=drawn, buffers=(*dataflow.buffers, state)))
     updates = tuple(replace(op, phase=Phase.OPTIMIZER) for op in dataflow.ops)
     assert not held_bytes(replace(dataflow, ops=updates))
+
+
+def test_the_forward_is_whole() -> None:
+    """What is made again may read any of it in the backward, which is no matter of one kernel."""
+    dataflow = step(CHAIN)
+    forward = tuple(replace(op, phase=Phase.FORWARD) for op in dataflow.ops)
+    assert not held_bytes(replace(dataflow, ops=forward))
 
 
 KINDS = st.sampled_from([OpKind.POINTWISE, OpKind.NORM, OpKind.REDUCTION, OpKind.PRODUCT])
