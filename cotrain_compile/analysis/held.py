@@ -99,7 +99,8 @@ class _Kernel:
 def _collected(dataflow: Dataflow) -> set[str]:
     """What has memory of its own where a region runs in parts: each part writes its rows there."""
     windows = [window for region in dataflow.regions for window in region.windows]
-    return {each.buffer for w in windows for each in (*w.collected, *w.counted)}
+    found = {each.buffer for window in windows for each in window.collected}
+    return found | {each.buffer for window in windows for each in window.counted}
 
 
 def _stretches(dataflow: Dataflow) -> list[int]:
