@@ -23,7 +23,6 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.cover import covered
-from cotrain_compile.placement.search.variants import Variant
 from cotrain_compile.placement.work import PER_OP_OF_KINDS, PER_OP_OF_MOVES
 from cotrain_compile.plan import Placement
 
@@ -67,13 +66,15 @@ def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) 
 
 
 def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | None:
-    """`fastest` with all of `again` made again, kept if that is faster; None if it is not."""
+    """`fastest` with all of `again` made again, kept if that is faster; None if it is not.
+
+    It is none of the variants: programs go on from the levels and cuts.
+    """
     attempts.progress("trying more values made again")
     names = tuple(b.name for b in attempts.problem.dataflow.buffers if b.name in again)
     name = fastest.placement.policy.removesuffix(ENDING) + ENDING
-    suffix = name[name.index("+") :]
-    variant = Variant(attempts.problem.recomputing(names), suffix, meter=attempts.meter)
-    problem, buffer = variant.problem, variant.problem.dataflow.buffer
+    problem = attempts.problem.recomputing(names)
+    buffer = problem.dataflow.buffer
     attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
     placement = replace(
         fastest.placement,
@@ -88,7 +89,6 @@ def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | N
     with suppress(PlacementError):
         found = attempts.drafted(problem, placement, moves, fastest.tactics)
         if found.step_s < (1.0 - GAIN) * fastest.step_s:
-            attempts.known(variant)
             attempts.found.keep(name, found)
             return found
     return None
