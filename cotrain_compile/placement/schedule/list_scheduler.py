@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from itertools import islice
 
 from cotrain_compile.machine import Tier
@@ -73,6 +74,9 @@ class ListScheduler:
         self.fetches = deque(moves.fetches)
         self.upcoming = deque(with_deadlines(moves.device_updates, self.ledger, self.program.end))
         self.pending: list[Pending] = []
+        # A heap of those that may run now: bytes that they need, negative, order, update. What has
+        # run, or needs other bytes since, is left in it until it comes up.
+        self.by_room: list[tuple[int, int, Pending]] = []
         self.fetched: list[Pending] = []  # whose states are there or on their way
         # In order: those that have states at home.
         self.unfetched = [pending for pending in self.upcoming if pending.next_fetches]
@@ -105,7 +109,8 @@ class ListScheduler:
         while self.pending:
             self._feed_lanes(math.inf)
             self.offloads.take_back()
-            self._run_update(min(self.pending, key=self._order))
+            there = [pending for pending in self.pending if not pending.next_fetches]
+            self._run_update(min(there, key=self._order) if there else self.pending[0])
         self._feed_lanes(math.inf)
         assert self.host.is_done and not (self.fetches or self.upcoming)
 
@@ -122,6 +127,7 @@ class ListScheduler:
             if not pending.counted and pending.deadline <= gap:
                 # From here on it may run at any time, so that what it holds can be forced out.
                 pending.counted = True
+                self._reserve_for(pending)
                 self.ledger.hold(pending.planned_bytes, planned_in=gap)
         self.offloads.take_back()
         self.host.issue_ready()
@@ -145,11 +151,18 @@ class ListScheduler:
                 return
             self._run_update(max(ready, key=lambda pending: pending.still_to_come_bytes))
 
+    def _reserve_for(self, pending: Pending) -> None:
+        """Take note of the room that an update needs which may run now."""
+        heappush(self.by_room, (-pending.still_to_come_bytes, pending.order, pending))
+
     def _reserved(self) -> int:
         """Room for the largest of the updates that may run now, in bytes."""
-        if not self.pending:
-            return 0
-        return max((pending.still_to_come_bytes for pending in self._counted()), default=0)
+        while self.by_room:
+            negative_bytes, _, pending = self.by_room[0]
+            if not pending.ran and pending.still_to_come_bytes == -negative_bytes:
+                return -negative_bytes
+            heappop(self.by_room)
+        return 0
 
     def _short_of(self, pending: Pending) -> int:
         """How many bytes are missing for the run of an update in this gap."""
@@ -240,6 +253,8 @@ class ListScheduler:
             self.unfetched.remove(pending)
         pending.planned_bytes += nbytes
         if pending.counted:
+            if nbytes:  # else it needs what it did
+                self._reserve_for(pending)
             self.ledger.hold(nbytes)
         else:
             self.ledger.plan(nbytes, self.clock.gap, pending.deadline)

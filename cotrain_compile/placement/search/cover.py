@@ -60,7 +60,7 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
     gaps = [*_gaps(program, owned, least_bytes)]
     gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
     for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
-        is_open = gap.name in (again if gap.number else away - again)
+        is_open = gap.name in again if gap.number else gap.name in away and gap.name not in again
         inside = slice(gap.leaves + 1, gap.returns)
         if is_open and used[inside].max(initial=0) + gap.nbytes <= budget_bytes:
             used[inside] += gap.nbytes
