@@ -31,7 +31,7 @@ from tests.support.pages import PAGES, ROOT, commands, programs
 
 Names = dict[str, Any]
 DOORS = "tests/graph/docs/test_doors.py"
-RANKS = "tests/graph/docs/test_blocks_of_ranks.py"
+RANKS = "tests/graph/distribute/test_blocks_of_pages.py"
 TASKS = "tests/graph/docs/test_task_pages.py"
 # Blocks, by number, that another module runs.
 ELSEWHERE = {
@@ -52,6 +52,11 @@ ELSEWHERE = {
     "docs/twenty-minutes.md": dict.fromkeys(range(7), "tests/graph/docs/test_twenty_minutes.py"),
     "docs/which_way.md": dict.fromkeys(range(4), RANKS),
 }
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
 DEVICE = {'"device": "cuda"': '"device": "cpu"'}
 CALL = "loss = step(inputs, targets)"
 
@@ -102,6 +107,19 @@ def loop() -> Names:
     modules: Names = {"torch": torch, "nn": nn, "F": F, "cotrain_compile": cotrain_compile}
     found = {"model": model, "optimizer": optimizer, "inputs": inputs, "targets": targets}
     return {**modules, **found, "step": step, "tokens": inputs, "Model": lambda: model}
+
+
+def of_tokens() -> Names:
+    """As `loop`, with a step that takes one batch."""
+    names = loop()
+    step, targets = names["step"], names["targets"]
+    return {**names, "step": lambda tokens: step(tokens, targets)}
+
+
+def with_a_drive() -> Names:
+    """As `loop`, with a folder for what rests on disk."""
+    Path("drive").mkdir()
+    return loop()
 
 
 def trainer() -> Names:
@@ -201,12 +219,17 @@ RUNS = (
     Run("docs/frameworks.md", (7,), lightning, "self.step(inputs, targets)"),
     Run("docs/offline.md", (0,), planned, CALL),
     Run("docs/options.md", (0,), loop),
-    Run("docs/options.md", (1, 2), loop, changes={**DEVICE, '"cuda"': '"cpu"', "GPT()": "Model()"}),
+    Run(
+        "docs/options.md",
+        (1, 2),
+        of_tokens,
+        changes={**DEVICE, '"cuda"': '"cpu"', "GPT()": "Model()"},
+    ),
     Run("docs/options.md", (3,), planned),
     Run("docs/reading-a-plan.md", (0,), planned),
     Run("docs/recipes/add-a-pass.md", (0,), annotated),
     Run("docs/recipes/add-an-op-cost.md", (0,), with_an_op),
-    Run("docs/tasks/states-on-disk.md", (0,), loop, CALL, {"/nvme/cotrain": "drive"}),
+    Run("docs/tasks/states-on-disk.md", (0,), with_a_drive, CALL, {"/nvme/cotrain": "drive"}),
 )
 
 
