@@ -92,7 +92,7 @@ class Module(LightningModule):
 def by_lightning(folder: Path, begin: int, end: int) -> list[Tensor]:
     """An epoch is two steps, so that a checkpoint is at the end of one."""
     module, path = Module(), folder / "last.ckpt"
-    rows = [(x[i], y[i]) for x, y in batches()[:SAVED_AFTER] for i in range(4)]
+    rows: Any = [(x[i], y[i]) for x, y in batches()[:SAVED_AFTER] for i in range(4)]
     trainer = Trainer(
         strategy=CotrainStrategy(cotrain=OPTIONS),
         accelerator="cpu",

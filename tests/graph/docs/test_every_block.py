@@ -135,7 +135,8 @@ def accelerated() -> Names:
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    loader = DataLoader([{"input_ids": (ids := torch.arange(4)), "labels": ids}] * 8, batch_size=2)
+    rows: Any = [{"input_ids": (ids := torch.arange(4)), "labels": ids}] * 8
+    loader: Any = DataLoader(rows, batch_size=2)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     names = dict(zip(("model", "optimizer", "loader", "scheduler"), prepared, strict=True))
     return {**loop(), "accelerator": accelerator, **names}
@@ -170,7 +171,7 @@ def lightning() -> Names:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    rows = list(zip(names["inputs"], names["targets"], strict=True))
+    rows: Any = list(zip(names["inputs"], names["targets"], strict=True))
     its = SimpleNamespace(net=names["model"], loss=F.cross_entropy)
     its.optimizers = lambda: SimpleNamespace(optimizer=names["optimizer"])
 
@@ -188,7 +189,7 @@ def lightning() -> Names:
 def planned() -> Names:
     """The loop with its plan in a file, and what it has measured."""
     names = loop()
-    options = {"memory_budget": "20GiB", "quiet": True, "timeline": True, "dump": "out"}
+    options: Any = {"memory_budget": "20GiB", "quiet": True, "timeline": True, "dump": "out"}
     step = torch.compile(names["step"], backend="cotrain", options=options)
     step(names["inputs"], names["targets"])
     cotrain_compile.files.save(cotrain_compile.inspect(step).plan, "plan.json")

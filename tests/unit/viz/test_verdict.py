@@ -52,7 +52,7 @@ def test_what_torch_reserves_above_the_card_is_a_setting_away() -> None:
 
 def test_what_copies_and_updates_gain_only_together_sets_the_pace() -> None:
     """Each waits for the others, so that none of them alone makes the step much faster."""
-    shares = {Lane.DEVICE: 0.4, Lane.HOST: 0.01, Lane.D2H: 0.15, Lane.H2D: 0.01}
+    shares: dict[str, float] = {Lane.DEVICE: 0.4, Lane.HOST: 0.01, Lane.D2H: 0.15, Lane.H2D: 0.01}
     tied, alone = (Limits(1.0, shares, beside, ()) for beside in (0.6, 0.2))
     assert pace(PLAN, tied) == "copies and updates on the host together set the pace"
     assert pace(PLAN, alone) == "device compute sets the pace"
