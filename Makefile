@@ -3,6 +3,7 @@
 # make check   lint, types and tests: what CI runs
 # make audit   looks for known vulnerabilities in what is installed
 # make published  what twine says of sdist and wheel, and pyright of code that uses the package
+# make tried   trains with TRL, torchtune, torchtitan, bitsandbytes and trackers, in an environment of its own
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
 # make stub-card  the CUDA runtime on a card of threads, with a CUDA build of torch (several GB); TORCH=2.11.0: of that one
@@ -20,7 +21,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: published test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
+.PHONY: published tried test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -62,6 +63,9 @@ audit: install
 
 lowest: install
 	.ci/lowest $(BIN)/python $(TORCH) $(TORCH_INDEX)
+
+tried: install
+	.ci/tried $(BIN)/python $(TORCH) $(TORCH_INDEX)
 
 published: install
 	$(BIN)/python -m pip install --quiet -e ".[release]"

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cotrain_compile.migrate.counterparts import Precision, Reader, Rule, Training, Way, rule
+from cotrain_compile.migrate.counterparts import (
+    Precision,
+    Ranks,
+    Reader,
+    Rule,
+    Training,
+    Way,
+    rule,
+)
 
 RULES: tuple[Rule, ...] = (
     rule(
@@ -25,13 +33,18 @@ RULES: tuple[Rule, ...] = (
         Way.STEP,
         "`fully_shard` on the layers, by hand or as Accelerate does it (docs/several_cards.md)",
         "fsdp_config.fsdp_version",
-        "fsdp_config.fsdp_sharding_strategy",
         "fsdp_config.fsdp_auto_wrap_policy",
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "fsdp_config.fsdp_min_num_params",
         "fsdp_config.fsdp_use_orig_params",
         "fsdp_config.fsdp_sync_module_states",
         "deepspeed_config.zero_stage",
+    ),
+    rule(
+        Way.STEP,
+        "`fully_shard`, gathered as often as the plan says; HYBRID_SHARD: with a mesh of two "
+        "dimensions; NO_SHARD: DDP (docs/several_cards.md)",
+        "fsdp_config.fsdp_sharding_strategy",
     ),
     rule(
         Way.PLAN,
@@ -70,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         "clip_grad_norm_ in the step, exact with every plan",
         "deepspeed_config.gradient_clipping",
     ),
-    rule(Way.STEP, "torch.autocast in the step", "mixed_precision"),
+    rule(Way.STEP, "torch.autocast in the step, where it is not `no`", "mixed_precision"),
     rule(Way.STEP, "DDP or `fully_shard` in code, started by torchrun", "distributed_type"),
     rule(
         Way.OPTION,
@@ -84,12 +97,10 @@ RULES: tuple[Rule, ...] = (
         "megatron_lm_config.*",
         "parallelism_config.*",
         "tp_config.*",
-        "fp8_config.*",
         "mpirun_config.*",
         "ipex_config.*",
-        "deepspeed_config.*",
-        "fsdp_config.*",
     ),
+    rule(Way.NONE, "products in float8 are not tried", "fp8_config.*"),
     rule(
         Way.YOURS,
         "how processes are started",
@@ -106,6 +117,9 @@ RULES: tuple[Rule, ...] = (
         "debug",
         "tpu_*",
         "downcast_bf16",
+        "deepspeed_config.deepspeed_hostfile",
+        "deepspeed_config.deepspeed_multinode_launcher",
+        "deepspeed_config.deepspeed_*clusion_filter",
         "commands",
         "command_file",
     ),
@@ -125,7 +139,18 @@ def training(document: Mapping[str, Any]) -> Training:
         clip=read.number(f"{deepspeed}.gradient_clipping") or None,
         offloads=read.is_on("fsdp_config.fsdp_offload_params")
         or any(read.is_on(f"{deepspeed}.offload_{k}_device") for k in ("optimizer", "param")),
-        shards=str(read("distributed_type")) in ("FSDP", "DEEPSPEED")
-        and read.count("num_processes", 1) > 1,
+        ranks=_ranks(read),
         disk=read.folder_of_a_drive(deepspeed, "_device", "_nvme_path"),
     )
+
+
+def _ranks(read: Reader) -> Ranks:
+    """NO_SHARD, the third of FSDP's strategies, and ZeRO's stage 0 leave each rank the model."""
+    if read.count("num_processes", 1) == 1:
+        return Ranks.ONE
+    whole = {
+        "FSDP": str(read("fsdp_config.fsdp_sharding_strategy")) in ("NO_SHARD", "3"),
+        "DEEPSPEED": read("deepspeed_config.zero_stage") == 0,
+    }
+    shares = whole.get(str(read("distributed_type"))) is False
+    return Ranks.SHARDS if shares else Ranks.REPLICAS

@@ -8,6 +8,7 @@ from typing import Any
 from cotrain_compile.migrate.counterparts import (
     Optimizer,
     Precision,
+    Ranks,
     Reader,
     Rule,
     Training,
@@ -59,7 +60,20 @@ RULES: tuple[Rule, ...] = (
         "eager_attention",
     ),
     rule(Way.STEP, "the optimizer in the step", "optimizer", "optim_*", "learning_rate"),
-    rule(Way.STEP, "arguments of the optimizer", "weight_decay", "adam_*", "embedding_lr*"),
+    rule(Way.STEP, "arguments of the optimizer", "weight_decay", "adam_*"),
+    rule(Way.STEP, "groups of the optimizer, each with a rate", "embedding_lr*", "loraplus_*"),
+    rule(Way.STEP, "requires_grad_ on parameters, before the step", "unfrozen_parameters"),
+    rule(
+        Way.STEP,
+        "the loss of that trainer, written down (docs/frameworks.md#trl-and-peft)",
+        "rl",
+        "rl_*",
+        "dpo_*",
+        "orpo_*",
+        "kto_*",
+        "simpo_*",
+        "trl.*",
+    ),
     rule(
         Way.STEP,
         "any scheduler of torch; the rate is an input of the step",
@@ -121,7 +135,6 @@ RULES: tuple[Rule, ...] = (
         "special_tokens*",
         "tokens",
         "shuffle_*",
-        "rl",
         "seed",
         "strict",
         "dataloader_*",
@@ -189,6 +202,7 @@ def training(document: Mapping[str, Any]) -> Training:
         clip=read.number("max_grad_norm") or None,
         offloads=any(key.endswith("offload_params") and value for key, value in fsdp.items())
         or read.is_on("deepspeed"),
+        ranks=Ranks.SHARDS if fsdp or read.is_on("fsdp") else Ranks.ONE,
     )
 
 

@@ -28,6 +28,14 @@ class Precision(StrEnum):
     WEIGHTS_BF16 = "weights in bfloat16"
 
 
+class Ranks(StrEnum):
+    """Who trains; where a file does not say how many ranks there are, there is one."""
+
+    ONE = "one"
+    REPLICAS = "each rank has the model"
+    SHARDS = "ranks share the model"
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """A class by its full name, such as `torch.optim.AdamW`, and its arguments.
@@ -49,9 +57,8 @@ class Training:
     """A step as a file configures it.
 
     `optimizer` is None where the file leaves it to code, `clip` where gradients are not clipped.
-    `offloads` says that something rests off the device, `shards` that several ranks share the
-    model; where a file does not say how many ranks there are, there is one.
-    `disk` is a folder on a drive to which states go.
+    `offloads` says that something rests off the device; `disk` is a folder on a drive to which
+    states go.
     """
 
     optimizer: Optimizer | None = None
@@ -59,7 +66,7 @@ class Training:
     micro_batches: int = 1
     clip: float | None = None
     offloads: bool = False
-    shards: bool = False
+    ranks: Ranks = Ranks.ONE
     disk: str | None = None
 
 

@@ -33,9 +33,21 @@ RULES: tuple[Rule, ...] = (
         "zero_optimization.offload_param.nvme_path",
     ),
     rule(
+        Way.YOURS,
+        "how the model is loaded and saved",
+        "zero_optimization.*gather_16bit_weights_on_model_save",
+        "zero_optimization.load_from_fp32_weights",
+        "zero_optimization.elastic_checkpoint",
+    ),
+    rule(
         Way.PLAN,
         "pinning, buffers, pieces and overlap follow from the plan",
         "zero_optimization.offload_*",
+        "zero_optimization.cpu_offload*",
+        "zero_optimization.*persistence_threshold",
+        "zero_optimization.*max_live_parameters",
+        "zero_optimization.*max_reuse_distance",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
         "zero_optimization.overlap_comm",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.*bucket_size",
@@ -84,6 +96,7 @@ RULES: tuple[Rule, ...] = (
         "bfloat16.enabled",
         "fp16.enabled",
         "fp16.auto_cast",
+        "torch_autocast.*",
     ),
     rule(Way.STEP, "arguments of torch.amp.GradScaler", "fp16.*"),
     rule(Way.NONE, "gradients add up in the dtype of their parameter", "bf16.*", "data_types.*"),
@@ -127,12 +140,17 @@ RULES: tuple[Rule, ...] = (
         "comms_logger.*",
         "data_efficiency.*",
         "checkpoint.*",
-        "zero_optimization.load_from_fp32_weights",
-        "zero_optimization.elastic_checkpoint",
+    ),
+    rule(
+        Way.NONE,
+        "every update is whole and exact: none is put off or left out",
+        "zero_optimization.zenflow.*",
     ),
     rule(
         Way.NONE,
         "not part of a step here",
+        "sequence_parallel_size",
+        "hybrid_engine.*",
         "elasticity.*",
         "autotuning.*",
         "sparse_attention.*",
@@ -145,7 +163,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 # DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false.
-_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
+_OPTIMIZERS = {
+    "adam": "AdamW",
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "muon": "Muon",
+}
 _ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
 
@@ -158,9 +182,8 @@ def training(document: Mapping[str, Any]) -> Training:
         precision=_precision(read),
         micro_batches=read.count("gradient_accumulation_steps", 1),
         clip=read.number("gradient_clipping") or None,
-        offloads=any(
-            read.is_on(f"{zero}.offload_{kind}.device") for kind in ("optimizer", "param")
-        ),
+        offloads=any(read.is_on(f"{zero}.offload_{kind}.device") for kind in ("optimizer", "param"))
+        or read.is_on(f"{zero}.cpu_offload"),
         disk=read.folder_of_a_drive(zero, ".device", ".nvme_path"),
     )
 
@@ -180,4 +203,7 @@ def _optimizer(read: Reader) -> Optimizer | None:
 def _precision(read: Reader) -> Precision:
     if read.is_on("bf16.enabled") or read.is_on("bfloat16.enabled"):
         return Precision.AUTOCAST_BF16
+    if read.is_on("torch_autocast.enabled"):
+        half = read("torch_autocast.dtype") == "float16"
+        return Precision.AUTOCAST_FP16 if half else Precision.AUTOCAST_BF16
     return Precision.AUTOCAST_FP16 if read.is_on("fp16.enabled") else Precision.AS_BUILT

@@ -19,6 +19,7 @@ from cotrain_compile.migrate.counterparts import (
     Counterpart,
     Optimizer,
     Precision,
+    Ranks,
     Rule,
     Training,
     counterparts,
@@ -116,11 +117,21 @@ def _has(document: Mapping[str, Any], path: str) -> bool:
 
 
 _DEFAULT = Optimizer("torch.optim.AdamW")
-_SHARDED = (
-    "for layer in model.layers:  # the modules that repeat, whatever their name is",
-    "    fully_shard(layer)",
-    "fully_shard(model)",
-)
+# What each kind of ranks imports, and does with the model.
+_SHARED: Mapping[Ranks, tuple[str, tuple[str, ...]]] = {
+    Ranks.REPLICAS: (
+        "from torch.nn.parallel import DistributedDataParallel",
+        ("model = DistributedDataParallel(model)",),
+    ),
+    Ranks.SHARDS: (
+        "from torch.distributed.fsdp import fully_shard",
+        (
+            "for layer in model.layers:  # the modules that repeat, whatever their name is",
+            "    fully_shard(layer)",
+            "fully_shard(model)",
+        ),
+    ),
+}
 _DTYPES = {Precision.AUTOCAST_BF16: "torch.bfloat16", Precision.AUTOCAST_FP16: "torch.float16"}
 
 
@@ -131,7 +142,8 @@ def options_of(training: Training) -> dict[str, Any]:
     plan places it; on several ranks each of them is on its card already. The budget is what the
     card leaves to a step.
     """
-    options = {"device": "cuda"} if training.offloads and not training.shards else {}
+    alone = training.ranks is Ranks.ONE
+    options = {"device": "cuda"} if training.offloads and alone else {}
     return options | ({"disk": training.disk} if training.disk else {})
 
 
@@ -144,18 +156,17 @@ def _lines(training: Training) -> Iterator[str]:
     optimizer = training.optimizer or _DEFAULT
     scaled = training.precision is Precision.AUTOCAST_FP16
     module = optimizer.name.rpartition(".")[0]
+    imported, shared = _SHARED.get(training.ranks, ("", ()))
     yield "import torch"
-    if training.shards:
-        yield "from torch.distributed.fsdp import fully_shard"
+    if imported:
+        yield imported
     if module and not module.startswith("torch."):
         yield f"import {module}"
     yield ""
     if training.precision is Precision.WEIGHTS_BF16:
         yield "model.to(torch.bfloat16)"
-    if training.shards:
-        yield from _SHARDED
-    unknown = "" if module else "  # none of torch: import it, or take another"
-    yield f"optimizer = {optimizer.name}({', '.join(_arguments(optimizer))}){unknown}"
+    yield from shared
+    yield f"optimizer = {optimizer.name}({', '.join(_arguments(optimizer))}){_remark(optimizer)}"
     if scaled:
         yield "scaler = torch.amp.GradScaler()"
     yield from ("", "")
@@ -164,6 +175,13 @@ def _lines(training: Training) -> Iterator[str]:
     options = options_of(training)
     told = f", options={options!r}" if options else ""
     yield f'step = torch.compile(step, backend="cotrain"{told})'.replace("'", '"')
+
+
+def _remark(optimizer: Optimizer) -> str:
+    """What is to be done before the optimizer can be made."""
+    if optimizer.name == "torch.optim.Muon":
+        return "  # of matrices alone: give the other parameters to AdamW"
+    return "" if "." in optimizer.name else "  # none of torch: import it, or take another"
 
 
 def _arguments(optimizer: Optimizer) -> Iterator[str]:

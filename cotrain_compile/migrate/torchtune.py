@@ -8,6 +8,7 @@ from typing import Any
 from cotrain_compile.migrate.counterparts import (
     Optimizer,
     Precision,
+    Ranks,
     Reader,
     Rule,
     Training,
@@ -75,9 +76,8 @@ RULES: tuple[Rule, ...] = (
         "data_parallel_*",
         "context_parallel_*",
         "enable_async_tp",
-        "enable_fp8_training",
-        "fp8_recipe_name",
     ),
+    rule(Way.NONE, "products in float8 are not tried", "enable_fp8_training", "fp8_recipe_name"),
     rule(
         Way.YOURS,
         "the model, its data and how they are read",
@@ -106,10 +106,15 @@ RULES: tuple[Rule, ...] = (
         "output_dir",
         "metric_logger.*",
         "log_*",
+        "cudnn_deterministic_mode",
         "profiler.*",
         "dataloader.*",
     ),
 )
+
+
+# One of these is in every recipe for several cards.
+_OF_RANKS = ("fsdp_cpu_offload", "fsdp_reshard_after_forward", "custom_sharded_layers")
 
 
 def training(document: Mapping[str, Any]) -> Training:
@@ -121,6 +126,7 @@ def training(document: Mapping[str, Any]) -> Training:
         micro_batches=read.count("gradient_accumulation_steps", 1),
         clip=read.number("clip_grad_norm") or None,
         offloads=read.is_on("fsdp_cpu_offload"),
+        ranks=Ranks.SHARDS if any(read(key) is not None for key in _OF_RANKS) else Ranks.ONE,
     )
 
 

@@ -106,10 +106,16 @@ def explain(
     )
 
 
+# What lanes gain together beyond what each gains alone, where it is worth telling.
+_TOGETHER = 0.1
+
+
 def limits_words(found: Limits) -> str:
     """What a step hangs on: lanes by weight, and tiers that are full."""
     ranked = sorted(found.shares.items(), key=lambda item: -item[1])
     told = [f"{LANES[lane]} {share:.0%}" for lane, share in ranked if share >= 0.005]
+    if found.beside - sum(found.shares.values()) + found.shares.get(Lane.DEVICE, 0.0) >= _TOGETHER:
+        told.append(f"all but the device together {found.beside:.0%}")
     full = [f"{tier.value} memory is full" for tier in found.full]
     return ", ".join([*told, *full])
 

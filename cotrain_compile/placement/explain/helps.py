@@ -32,6 +32,8 @@ _PARTS: Mapping[str, tuple[Lane, ...]] = {
     "a network twice as fast": (Lane.NETWORK,),
     "a disk twice as fast": (Lane.DISK_READ, Lane.DISK_WRITE),
 }
+# A host that is better in all: a copy may wait for an update, and an update for a copy.
+_HOST = "link and updates on the host both twice as fast"
 _UNBOUNDED = dict.fromkeys(MEMORIES, 1 << 62)
 # A bound this far below the plan leaves something to look for.
 _FAR = 0.05
@@ -114,7 +116,16 @@ def _twice_as_fast(problem: Problem, plan: Plan) -> Iterator[Help]:
     lanes = problem.machine.lanes
     parts = {words: [lane for lane in own if lane in lanes] for words, own in _PARTS.items()}
     sped = faster_s(problem, plan, [own for own in parts.values() if own], TIMES)
-    for words, taken_s in zip((w for w, own in parts.items() if own), sped, strict=True):
+    told = dict(zip((words for words, own in parts.items() if own), sped, strict=True))
+    both = [lane for lane in (Lane.D2H, Lane.H2D, Lane.HOST) if lane in lanes]
+    (both_s,) = faster_s(problem, plan, [both], TIMES)
+    alone_s = min(
+        (taken_s for words, taken_s in told.items() if set(parts[words]) <= set(both)),
+        default=plan.predicted.makespan_s,
+    )
+    if both_s < (1 - GAINS) * alone_s:
+        told[_HOST] = both_s
+    for words, taken_s in told.items():
         if _gains(plan, taken_s):
             yield Help(words, taken_s, "by the same plan")
 

@@ -32,12 +32,14 @@ FULL = 0.01
 class Limits:
     """What a plan's step time hangs on.
 
-    `shares` has for each lane the relative gain of the step per relative gain of the lane;
+    `shares` has for each lane the relative gain of the step per relative gain of the lane; `beside`
+    is that of all lanes but the device's together, of which each may wait for the others;
     `full` the tiers whose peak is at the budget; none where nothing had to move.
     """
 
     step_s: float
     shares: Mapping[str, float]
+    beside: float
     full: tuple[Tier, ...]
 
     @property
@@ -50,12 +52,18 @@ def limits(problem: Problem, plan: Plan) -> Limits:
     """What limits `plan`, simulated again with the costs of `problem`."""
     works = joined_works_of(place_plan(problem, plan))
     step_s = _simulated_s(problem, works)
-    shares = {}
-    for lane in problem.machine.lanes:
-        faster = _sped(works, (lane,), 1 / (1 - FASTER))
+
+    def share(lanes: Collection[str]) -> float:
+        faster = _sped(works, lanes, 1 / (1 - FASTER))
         gain = 1 - _simulated_s(problem, faster) / step_s if step_s else 0.0
-        shares[lane] = max(0.0, gain / FASTER)
-    return Limits(step_s, shares, tuple(tier for tier in plan.tiers if _is_full(plan, tier)))
+        return max(0.0, gain / FASTER)
+
+    return Limits(
+        step_s,
+        shares={lane: share((lane,)) for lane in problem.machine.lanes},
+        beside=share([lane for lane in problem.machine.lanes if lane != Lane.DEVICE]),
+        full=tuple(tier for tier in plan.tiers if _is_full(plan, tier)),
+    )
 
 
 def faster_s(

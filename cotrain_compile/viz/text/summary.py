@@ -130,7 +130,8 @@ def search(report: SolveReport, *, with_bound: bool = False) -> str:
     On request with the bound, which was looked for beside it.
     """
     found = ", ".join(
-        f"{format_seconds(one.seconds)} by {one.name} after {one.work:.1f}" for one in report.course
+        f"{format_seconds(one.seconds)} by {plan_words(one.name)} after {one.work:.1f}"
+        for one in report.course
     )
     bound_s = report.lower_bound_s if with_bound else 0.0
     bound = f"{report.bound_name} {format_seconds(bound_s)} after {report.bound_work:.1f}"

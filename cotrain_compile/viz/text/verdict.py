@@ -155,9 +155,12 @@ def pace(plan: Plan, found: Limits) -> str:
     if not plan.tasks:
         return "everything is on the device, nothing moves"
     link = found.shares.get(Lane.D2H, 0.0), found.shares.get(Lane.H2D, 0.0)
+    alone = max((s for lane, s in found.shares.items() if lane != Lane.DEVICE), default=0.0)
     others = (s for lane, s in found.shares.items() if lane not in (Lane.D2H, Lane.H2D))
     if sum(link) > max(others, default=0.0) and min(link) > sum(link) / 4:
         told = "the link to the host sets"
+    elif found.beside > found.shares.get(Lane.DEVICE, 0.0) and alone < found.beside / 2:
+        told = "copies and updates on the host together set"
     else:
         told = _PACES.get(found.first, f"{found.first} sets")
     full = [f"{tier.value} memory" for tier in found.full]

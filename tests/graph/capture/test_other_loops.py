@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import sys
 import time
@@ -44,6 +45,33 @@ def as_in_eager(losses: Callable[[Callable[[Step], Step]], list[float]], **close
     expected = losses(lambda step: step)
     assert losses(cotrain(policy="zero-offload")) == pytest.approx(expected, **close)
     assert len(set(expected)) == len(expected) > 2
+
+
+def goes_on(losses: Callable[..., list[float]], **close: Any) -> None:
+    """As in eager, and so does another model that has loaded what was saved after two steps."""
+    as_in_eager(losses, **close)
+    saved = io.BytesIO()
+    first = losses(cotrain(policy="zero-offload"), save=saved)
+    saved.seek(0)
+    assert losses(cotrain(policy="zero-offload"), load=saved) == first[SAVED_AFTER:]
+
+
+SAVED_AFTER = 2
+
+
+def kept(number: int, save: io.BytesIO | None, *parts: Any) -> None:
+    """Save the state of `parts` after so many steps, where a file is given."""
+    if save is not None and number + 1 == SAVED_AFTER:
+        torch.save([part.state_dict() for part in parts], save)
+
+
+def loaded(load: io.BytesIO | None, *parts: Any) -> int:
+    """Load what `kept` has saved, where a file is given; the number of steps it was after."""
+    if load is None:
+        return 0
+    for part, state in zip(parts, torch.load(load, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    return SAVED_AFTER
 
 
 # Weights & Biases.
@@ -138,7 +166,11 @@ def quantized(weight: nn.Linear, bits: int) -> nn.Linear:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_adapters_over_weights_of_bitsandbytes(bits: int) -> None:
-    def losses(compiled: Callable[[Step], Step]) -> list[float]:
+    def losses(
+        compiled: Callable[[Step], Step],
+        save: io.BytesIO | None = None,
+        load: io.BytesIO | None = None,
+    ) -> list[float]:
         torch.manual_seed(0)
         first, second = (quantized(nn.Linear(*size), bits) for size in ((64, 128), (128, 64)))
         model = nn.Sequential(Adapter(first), nn.GELU(), Adapter(second))
@@ -153,11 +185,18 @@ def test_adapters_over_weights_of_bitsandbytes(bits: int) -> None:
             optimizer.step()
             return loss.detach()
 
-        run = compiled(step)
+        run, parts = compiled(step), (nn.ParameterList(trained), optimizer)
+        begin = loaded(load, *parts)
         torch.manual_seed(1)
-        return [run(torch.randn(8, 64), torch.randn(8, 64)).item() for _ in range(4)]
+        found = []
+        for number in range(4):
+            x, y = torch.randn(2, 8, 64)
+            if number >= begin:
+                found.append(run(x, y).item())
+                kept(number, save, *parts)
+        return found
 
-    as_in_eager(losses, abs=1e-6)
+    goes_on(losses, abs=1e-6)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -247,7 +286,11 @@ def test_the_loop_of_a_recipe_of_torchtune(lora: bool, monkeypatch: pytest.Monke
     recipe = recipe_of_torchtune("lora_finetune_single_device", monkeypatch)
     loss_step = recipe.LoRAFinetuneRecipeSingleDevice._loss_step
 
-    def losses(compiled: Callable[[Step], Step]) -> list[float]:
+    def losses(
+        compiled: Callable[[Step], Step],
+        save: io.BytesIO | None = None,
+        load: io.BytesIO | None = None,
+    ) -> list[float]:
         torch.manual_seed(0)
         model, loss_fn = model_of_torchtune(lora), nn.CrossEntropyLoss()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -273,21 +316,25 @@ def test_the_loop_of_a_recipe_of_torchtune(lora: bool, monkeypatch: pytest.Monke
             optimizer.zero_grad(set_to_none=True)
             return running / tokens
 
-        run = compiled(step)
+        run, parts = compiled(step), (model, optimizer, scheduler)
+        begin = loaded(load, *parts)
         torch.manual_seed(1)
         found = []
-        for _ in range(4):
+        for number in range(4):
             batches = [
                 {"tokens": torch.randint(64, (4, 16)), "labels": torch.randint(64, (4, 16))}
                 for _ in range(2)
             ]
             for batch in batches:
                 batch["labels"][:, :3] = loss_fn.ignore_index
+            if number < begin:
+                continue
             found.append(run(batches).item())
             scheduler.step()
+            kept(number, save, *parts)
         return found
 
-    as_in_eager(losses, rel=1e-5)
+    goes_on(losses, rel=1e-5)
 
 
 def test_the_body_of_the_trainer_of_torchtitan() -> None:
@@ -296,7 +343,11 @@ def test_the_body_of_the_trainer_of_torchtitan() -> None:
     attention = module("torchtitan.models.common.attention").ScaledDotProductAttention
     clip = module("torchtitan.distributed.utils").clip_grad_norm_
 
-    def losses(compiled: Callable[[Step], Step]) -> list[float]:
+    def losses(
+        compiled: Callable[[Step], Step],
+        save: io.BytesIO | None = None,
+        load: io.BytesIO | None = None,
+    ) -> list[float]:
         torch.manual_seed(0)
         spec = registry.model_registry("debugmodel")
         for layer in spec.model.layers:  # its own, FlexAttention, has no backward on a CPU
@@ -321,13 +372,17 @@ def test_the_body_of_the_trainer_of_torchtitan() -> None:
             optimizer.step()
             return total
 
-        run = compiled(step)
+        run, parts = compiled(step), (model, optimizer, scheduler)
+        begin = loaded(load, *parts)
         torch.manual_seed(1)
         found = []
-        for _ in range(3):
+        for number in range(3):
             tokens = torch.randint(2048, (2, 2, 2, 32))
+            if number < begin:
+                continue
             found.append(run([(x, y) for x, y in tokens]).item())
             scheduler.step()
+            kept(number, save, *parts)
         return found
 
-    as_in_eager(losses, rel=1e-5)
+    goes_on(losses, rel=1e-5)

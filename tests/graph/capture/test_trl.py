@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from cotrain_compile.integrations.trackers import to_tensorboard
-from cotrain_compile.integrations.transformers import CotrainTrainer
 from tests.support.packages_beside import module
 from tests.support.pages import ROOT, blocks
 
@@ -55,6 +54,14 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def on_the_page(trainer: str) -> Any:
+    """The class that the page derives from a trainer of TRL's, by the page's own lines."""
+    (page,) = (text for text in blocks(PAGE, "python") if trainer in text)
+    names: dict[str, Any] = {}
+    exec(compile(page[: page.find("\n\n\ntrainer = ")], str(PAGE), "exec"), names)
+    return names[f"My{trainer}"]
+
+
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "max_steps": 4,
@@ -74,9 +81,6 @@ def test_sft(adapter: bool, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w1 w2 w3"] * 8})
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if adapter else None
 
-    class Ours(CotrainTrainer, trl.SFTTrainer):  # type: ignore[name-defined,misc]
-        compute_loss = Trainer.compute_loss
-
     def run(kind: Any, **more: Any) -> list[float]:
         AcceleratorState._reset_state(reset_partial_state=True)
         args = trl.SFTConfig(output_dir=str(tmp_path), max_length=16, **SETTINGS)
@@ -85,7 +89,7 @@ def test_sft(adapter: bool, tmp_path: Path) -> None:
         return losses(kind(model=small_llama(), peft_config=lora, **given, **more))
 
     expected = run(trl.SFTTrainer)
-    assert run(Ours, cotrain=OPTIONS) == pytest.approx(expected, abs=2e-4)
+    assert run(on_the_page("SFTTrainer"), cotrain=OPTIONS) == pytest.approx(expected, abs=2e-4)
     assert len(expected) == 4
 
 
@@ -94,9 +98,6 @@ def test_dpo_with_the_loss_of_the_page_and_log_probabilities_taken_beforehand(
 ) -> None:
     trl, datasets = module("trl"), module("datasets")
     pairs = {"prompt": ["w1 w2"] * 8, "chosen": ["w3 w4 w5"] * 8, "rejected": ["w6 w7"] * 8}
-    (page,) = (text for text in blocks(PAGE, "python") if "DPOTrainer" in text)
-    names: dict[str, Any] = {}
-    exec(compile(page, str(PAGE), "exec"), names)
 
     def run(kind: Any, **more: Any) -> list[float]:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -108,7 +109,7 @@ def test_dpo_with_the_loss_of_the_page_and_log_probabilities_taken_beforehand(
         return losses(kind(model=small_llama(), **given, **more))
 
     expected = run(trl.DPOTrainer)
-    assert run(names["MyDPOTrainer"], cotrain=OPTIONS) == pytest.approx(expected, abs=2e-4)
+    assert run(on_the_page("DPOTrainer"), cotrain=OPTIONS) == pytest.approx(expected, abs=2e-4)
     assert expected[-1] < expected[0]
 
 
@@ -116,9 +117,6 @@ def test_grpo_with_the_loss_of_the_page_trains_on_completions_made_beforehand(
     tmp_path: Path,
 ) -> None:
     trl, datasets = module("trl"), module("datasets")
-    (page,) = (text for text in blocks(PAGE, "python") if "GRPOTrainer" in text)
-    names: dict[str, Any] = {}
-    exec(compile(page, str(PAGE), "exec"), names)
 
     def short(completions: list[str], **_: Any) -> list[float]:
         return [-float(len(text.split())) for text in completions]
@@ -136,7 +134,45 @@ def test_grpo_with_the_loss_of_the_page_trains_on_completions_made_beforehand(
         return [float(p.detach().sum()) for p in trainer.model.parameters()]
 
     expected = run(trl.GRPOTrainer)
-    assert run(names["MyGRPOTrainer"], cotrain=OPTIONS) == pytest.approx(expected, abs=2e-3)
+    assert run(on_the_page("GRPOTrainer"), cotrain=OPTIONS) == pytest.approx(expected, abs=2e-3)
+
+
+TEXTS = {"text": ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w1 w2 w3"] * 8}
+PAIRS = {"prompt": ["w1 w2"] * 8, "chosen": ["w3 w4 w5"] * 8, "rejected": ["w6 w7"] * 8}
+PROMPTS = {"prompt": ["w1 w2", "w3 w4"] * 8}
+# What each kind of training is given beside SETTINGS.
+KINDS: dict[str, tuple[dict[str, list[str]], dict[str, Any]]] = {
+    "SFT": (TEXTS, {"max_length": 16}),
+    "DPO": (PAIRS, {"max_length": 16, "precompute_ref_log_probs": True}),
+    "GRPO": (PROMPTS, {"per_device_train_batch_size": 4, "num_generations": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_goes_on_from_its_own_checkpoint(kind: str, tmp_path: Path) -> None:
+    trl, datasets = module("trl"), module("datasets")
+    data, more = KINDS[kind]
+    score = {"reward_funcs": lambda completions, **_: [-float(len(c)) for c in completions]}
+
+    def run(folder: str, **how: Any) -> list[Any]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        settings = {**SETTINGS, **more, "save_strategy": "steps", "save_steps": 2}
+        if kind == "GRPO":
+            settings["max_completion_length"] = 6
+        args = getattr(trl, f"{kind}Config")(output_dir=str(tmp_path / folder), **settings)
+        set_seed(0)
+        given = {"args": args, "processing_class": tokenizer(), "cotrain": OPTIONS}
+        given |= score if kind == "GRPO" else {}
+        rows = datasets.Dataset.from_dict(data)
+        ours = on_the_page(f"{kind}Trainer")
+        trainer = ours(model=small_llama(), train_dataset=rows, **given)
+        trainer.train(**how)
+        assert trainer.state.global_step == 4
+        return [p.detach() for p in trainer.model.parameters()]
+
+    whole = run("whole")
+    resumed = run("other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 def test_tensorboard_reads_back_what_a_step_has_told(tmp_path: Path) -> None:
@@ -155,10 +191,11 @@ def test_tensorboard_reads_back_what_a_step_has_told(tmp_path: Path) -> None:
         return loss
 
     compiled = cotrain_compile.compile(step, quiet=True)
-    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        for number in range(3):
-            compiled(torch.ones(4, 8))
-            to_tensorboard(writer, compiled, number, tokens=32)
+    for numbers in (range(2), range(2, 3)):  # a run, and one that goes on in its folder
+        with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+            for number in numbers:
+                compiled(torch.ones(4, 8))
+                to_tensorboard(writer, compiled, number, tokens=32)
     told = reading.EventAccumulator(str(tmp_path)).Reload()
     scalars = cotrain_compile.scalars(compiled, 32, "cotrain/")
     assert set(told.Tags()["scalars"]) == set(scalars)

@@ -63,7 +63,7 @@ SLOW = pytest.mark.long  # proves again what the page before it does
 
 @pytest.mark.parametrize(
     "page",
-    ["from-deepspeed", *(pytest.param(f"from-{p}", marks=SLOW) for p in ("fsdp2", "torchao"))],
+    ["from-deepspeed", *(pytest.param(p, marks=SLOW) for p in ("from-fsdp2", "from-torchao"))],
 )
 def test_what_a_migration_leaves_trains(page: str) -> None:
     first = nn.Linear(8, 8)

@@ -13,15 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from cotrain_compile.cli.main import app
-from tests.support.pages import PAGES, ROOT, after, blocks
+from tests.support.pages import PAGES, ROOT, blocks, programs
 
 COMMANDS = typer.main.get_command(app)
-
-
-def programs(page: Path) -> Iterator[ast.Module]:
-    """What is Python on `page`, and what a diff of it leaves."""
-    for code in (*blocks(page, "python"), *map(after, blocks(page, "diff"))):
-        yield ast.parse(code, str(page))
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -38,10 +32,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(programs(page))], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=name_of)
 def test_blocks_are_python_and_import_what_is_there(page: Path) -> None:
     for program in programs(page):
-        for node in ast.walk(program):
+        for node in ast.walk(ast.parse(program, str(page))):
             module = node.module if isinstance(node, ast.ImportFrom) else None
             if module and module.startswith("cotrain_compile"):
                 assert isinstance(node, ast.ImportFrom)

@@ -47,6 +47,16 @@ def test_every_path_that_a_page_names_is_there(name: str) -> None:
     assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
 
 
+def test_the_documentation_stays_short_enough_to_be_read() -> None:
+    """Words are tokens with a letter: bars and numbers of tables are none."""
+    words = sum(
+        any(map(str.isalpha, token))
+        for page in PAGES
+        for token in page.read_text(encoding="utf-8").split()
+    )
+    assert words <= 45_000
+
+
 def test_every_list_of_passes_is_whole_and_in_order() -> None:
     """A paragraph that names more than half of them is a list."""
     names = [rewrite.__name__ for rewrite in PASSES]

@@ -18,6 +18,7 @@ from cotrain_compile.migrate.counterparts import (
     Counterpart,
     Optimizer,
     Precision,
+    Ranks,
     Training,
     Way,
     settings,
@@ -33,6 +34,20 @@ FILES = {
     "accelerate_fsdp.yaml": "Accelerate",
     "axolotl_lora.yaml": "axolotl",
     "torchtune_full.yaml": "torchtune",
+    "ds_of_many.json": "DeepSpeed",
+    "accelerate_deepspeed.yaml": "Accelerate",
+    "accelerate_fsdp1.yaml": "Accelerate",
+    "axolotl_dpo.yml": "axolotl",
+    "torchtune_distributed.yaml": "torchtune",
+}
+UNKNOWN = {
+    "ds_zero3.json": ["some_new_setting"],
+    "torchtune_distributed.yaml": [
+        "use_fp8",
+        "kd_ratio",
+        "quantizer._component_",
+        "quantizer.groupsize",
+    ],
 }
 
 
@@ -51,7 +66,7 @@ def test_a_file_is_known_by_its_settings_and_all_of_them_have_a_meaning(name: st
     found = read(CONFIGS / name)
     assert found.framework == FILES[name]
     unknown = [one.setting for one in found.counterparts if one.way is Way.UNKNOWN]
-    assert unknown == (["some_new_setting"] if name == "ds_zero3.json" else [])
+    assert unknown == UNKNOWN.get(name, [])
     Options.parse(options_of(found.training))
     compile(step_text(found.training), name, "exec")
 
@@ -86,10 +101,32 @@ def test_adam_of_deepspeed_decays_as_adamw_unless_it_is_told_not_to(tmp_path: Pa
 
 def test_several_processes_of_accelerate_share_the_model() -> None:
     found = read(CONFIGS / "accelerate_fsdp.yaml").training
-    assert found.shards
+    assert found.ranks is Ranks.SHARDS
     assert found.offloads
     assert "fully_shard(model)" in step_text(found)
     assert options_of(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("accelerate_fsdp1.yaml", Ranks.REPLICAS, "DistributedDataParallel(model)"),
+        ("accelerate_deepspeed.yaml", Ranks.SHARDS, "fully_shard(layer)"),
+        ("axolotl_dpo.yml", Ranks.SHARDS, "fully_shard(layer)"),
+        ("torchtune_distributed.yaml", Ranks.SHARDS, "fully_shard(layer)"),
+        ("ds_of_many.json", Ranks.ONE, "torch.optim.Muon(model.parameters(), lr=0.02"),
+    ],
+)
+def test_who_has_the_model_is_in_the_step(name: str, ranks: Ranks, said: str) -> None:
+    found = read(CONFIGS / name).training
+    assert found.ranks is ranks
+    assert said in step_text(found)
+    assert ("device" in options_of(found)) is (ranks is Ranks.ONE)
+
+
+def test_a_loss_of_preferences_is_in_the_step() -> None:
+    counterpart = told(CONFIGS / "axolotl_dpo.yml")["rl"]
+    assert (counterpart.way, counterpart.value) == (Way.STEP, "dpo")
 
 
 def test_numbers_that_yaml_reads_as_words_are_numbers() -> None:

@@ -12,6 +12,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.search import solve as searches
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport
+from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_seconds
 from cotrain_compile.viz.text.summary import search
 from tests.support.dataflows import mixed_precision_step
@@ -53,7 +54,7 @@ def test_a_search_is_told_in_one_line() -> None:
     report = reported(plan)
     told = search(report)
     assert "\n" not in told
-    assert all(f"by {one.name} after {one.work:.1f}" in told for one in report.course)
+    assert all(f"by {plan_words(one.name)} after {one.work:.1f}" in told for one in report.course)
     assert told.endswith(f"it ended after {report.work:.1f}: {report.ended}")
     assert "bound" not in told.removesuffix(report.ended)
     assert f"certified bound {format_seconds(report.lower_bound_s)} after" in search(

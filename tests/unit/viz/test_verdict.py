@@ -8,8 +8,9 @@ import pytest
 
 from cotrain_compile.dataflow import Buffer, Job, Role
 from cotrain_compile.machine import MEMORIES, Processor, Space, Tier
+from cotrain_compile.placement.explain.explain import limits_words
 from cotrain_compile.placement.explain.helps import TIMES, helps
-from cotrain_compile.placement.explain.sensitivity import limits
+from cotrain_compile.placement.explain.sensitivity import Limits, limits
 from cotrain_compile.placement.explain.sweep import Case, Point, try_case
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -17,7 +18,7 @@ from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
 from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_seconds
-from cotrain_compile.viz.text.verdict import fits, verdict, verdict_lines, work_of
+from cotrain_compile.viz.text.verdict import fits, pace, verdict, verdict_lines, work_of
 from tests.support.dataflows import chain
 from tests.unit.viz.test_report import KIB, MEASURED, PLAN, PROBLEM, STEP
 
@@ -47,6 +48,16 @@ def test_what_torch_reserves_above_the_card_is_a_setting_away() -> None:
     spaces = {**problem.machine.spaces, "device": Space(tight[Tier.DEVICE])}
     small = replace(problem, machine=replace(problem.machine, spaces=spaces))
     assert fits(small, plan)[0] == "Fits with one setting"
+
+
+def test_what_copies_and_updates_gain_only_together_sets_the_pace() -> None:
+    """Each waits for the others, so that none of them alone makes the step much faster."""
+    shares: dict[str, float] = {Lane.DEVICE: 0.4, Lane.HOST: 0.01, Lane.D2H: 0.15, Lane.H2D: 0.01}
+    tied, alone = (Limits(1.0, shares, beside, ()) for beside in (0.6, 0.2))
+    assert pace(PLAN, tied) == "copies and updates on the host together set the pace"
+    assert pace(PLAN, alone) == "device compute sets the pace"
+    assert limits_words(tied).endswith(", all but the device together 60%")
+    assert "together" not in limits_words(alone)
 
 
 def test_a_device_twice_as_fast_takes_what_a_machine_with_one_does() -> None:
