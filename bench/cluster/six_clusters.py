@@ -57,12 +57,12 @@ MODELS = (
     Model("Mixture 8 x 7B", "moe", "MOE_8X7B", "mixture"),
 )
 CLUSTERS = (
-    "8xrtx4090",
-    "2x8xa100",
     "8xh100",
-    "32xv100-16cpu",
-    "4xgtx1080ti",
-    "4xrtx4090-4xa6000",
+    "8xh100 machines=2",
+    "8xh100 machines=8",
+    "8xt4",
+    "4xrtx3090",
+    "4xa100-4xv100",
 )
 
 
