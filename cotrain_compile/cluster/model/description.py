@@ -207,7 +207,9 @@ class Cluster:
         if not parts:
             return None
         return Network(
-            min(part.bytes_per_s for part in parts), max(part.latency_s for part in parts)
+            min(part.bytes_per_s for part in parts),
+            max(part.latency_s for part in parts),
+            max(part.scatter for part in parts),
         )
 
 

@@ -150,9 +150,7 @@ class RankedStrategy:
         if not (self.spent_s and best.spent_s):
             return f"{self.busiest} is busy {format_seconds(self.busiest_s)}"
         assert best.step_s is not None  # seconds are spent of a step
-        found = {
-            what: self.spent_s.get(what, 0.0) - best.spent_s.get(what, 0.0) for what in _SPENT
-        }
+        found = {what: self.spent_s.get(what, 0.0) - best.spent_s.get(what, 0.0) for what in _SPENT}
         worth = {what: s for what, s in found.items() if abs(s) >= _WORTH_TELLING * best.step_s}
         return ", ".join(
             f"{format_seconds(abs(s))} {'more' if s > 0 else 'less'} {_SPENT[what]}"

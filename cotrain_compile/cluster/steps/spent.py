@@ -39,4 +39,3 @@ _NOTHING = 1e-9
 def _without(step: StageStep, left_out: Collection[Does]) -> StageStep:
     tasks = (task._replace(amount=0.0) if task.does in left_out else task for task in step.tasks)
     return replace(step, tasks=tuple(tasks))
-
