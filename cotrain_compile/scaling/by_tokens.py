@@ -81,9 +81,9 @@ def _behind(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         comes = comes or name == layers
         is_leaf = next(module.children(), None) is None
-        if comes and is_leaf and not name.startswith(f"{layers}."):
-            if next(module.parameters(), None) is not None:
-                yield name, module
+        has_params = next(module.parameters(), None) is not None
+        if comes and is_leaf and has_params and not name.startswith(f"{layers}."):
+            yield name, module
 
 
 class _Tokens(ParallelStyle):

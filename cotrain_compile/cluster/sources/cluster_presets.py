@@ -211,12 +211,9 @@ def _a100_and_v100() -> Cluster:
     nic = Network(12.5 * _GB, _ROUND_S)
     a100 = replace(_server("8xa100"), name="a100", devices=(Devices("a100-40", 4),), nic=nic)
     (eight,) = _v100_server().groups
-    v100 = replace(
-        eight,
-        name="v100",
-        devices=(Devices("v100-dgx2", 4),),
-        switches=_pairs(4, 12, has_nic=False),
-    )
+    four = (Devices("v100-dgx2", 4),)
+    pairs = _pairs(4, 12, has_nic=False)
+    v100 = replace(eight, name="v100", devices=four, switches=pairs)
     return Cluster(
         "4xa100-4xv100",
         (replace(a100, peer_path="nvlink"), replace(v100, nic=nic)),

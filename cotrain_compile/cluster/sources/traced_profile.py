@@ -354,8 +354,10 @@ def profile_on_cluster(
     samples: Sequence[int] = SAMPLES,
     tokens_per_sample: int = 1,
 ) -> LayerProfile:
-    """`profile_of_step` on the fastest devices of `cluster`, with how much slower others are; raises
-    as it does."""
+    """`profile_of_step` on the fastest devices of `cluster`, with how much slower others are.
+
+    Raises as it does.
+    """
     cluster = fastest_first(cluster)
     kinds = {
         one.name: one.but(host=group.host, host_update=group.host_update)

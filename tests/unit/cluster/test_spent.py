@@ -1,4 +1,4 @@
-"""What the seconds of a step go to: together they are the step's, each what leaving it out saves."""
+"""What the seconds of a step go to: together they are its own, each what leaving it out saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_is_left_out_saves_its_seconds() -> None:
         StageTask("second", Does.COMPUTE, 1.0, ("first",)),
         StageTask("update", Does.COMPUTE, 0.5, ("sum", "second")),
     )
-    step = StageStep((Rank(a_device(), "compute"),), tasks, ring)
+    step = StageStep((Rank(a_device().one, "compute"),), tasks, ring)
     assert step.seconds == pytest.approx(5.5)
     assert spent_s(step) == pytest.approx({"computing": 3.5, "exchanges": 2.0})
     half = spent_s(step, exchanging=0.5)
@@ -37,6 +37,7 @@ def test_all_that_is_spent_is_the_step(rate: float, samples: int) -> None:
     found = answer(a_model([BUCKET_BYTES] * 4, per_sample(30)), a_box(4, rate), samples)
     best = found.best
     assert best
+    assert best.step_s
     assert best.spent
     for one in found.strategies:
         if one.step_s is None or one.name == "burst":
