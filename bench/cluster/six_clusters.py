@@ -27,7 +27,7 @@ from typing import Any
 from bench.report import write_report
 from cotrain_compile.cluster.answer.strategies import answer
 from cotrain_compile.cluster.model.profiles import LayerProfile
-from cotrain_compile.cluster.model.strategy import Question
+from cotrain_compile.cluster.model.strategy import Question, RankedStrategy
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.profile_files import with_layers
 from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
@@ -57,12 +57,12 @@ MODELS = (
     Model("Mixture 8 x 7B", "moe", "MOE_8X7B", "mixture"),
 )
 CLUSTERS = (
-    "8xrtx4090",
-    "2x8xa100",
     "8xh100",
-    "32xv100-16cpu",
-    "4xgtx1080ti",
-    "4xrtx4090-4xa6000",
+    "8xh100 machines=2",
+    "8xh100 machines=8",
+    "8xt4",
+    "4xrtx3090",
+    "4xa100-4xv100",
 )
 
 
@@ -219,6 +219,11 @@ def _behind(one: Mapping[str, Any], best_s: float | None) -> str:
     if one["step_s"] is None or best_s is None:
         return ""
     return f"{one['name']} {one['step_s'] / best_s:.2f}"
+
+
+def words(one: Mapping[str, Any]) -> str:
+    """What the seconds of a strategy go to."""
+    return RankedStrategy(one["name"], spent_s=one["spent_s"]).spent
 
 
 def _place(each: Mapping[str, Any]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import copy
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -115,7 +116,8 @@ class StepGraph:
         described = [item.node for item in self.inputs]
         assert placeholders == described, f"inputs {described} do not match {placeholders}"
         names = [item.name for item in self.inputs]
-        assert len(set(names)) == len(names), "two inputs share a name"
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        assert not twice, f"two inputs share the name {twice[0]}"
         return self
 
     def text(self) -> str:

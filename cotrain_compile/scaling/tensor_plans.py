@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from cotrain_compile.distribute.ddp import take_mean
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.grid import is_called
+from cotrain_compile.scaling.by_tokens import by_tokens
 
 
 def _style(word: str) -> ParallelStyle | None:
@@ -52,12 +53,6 @@ def tensor_plan_of(
         _refuse_unknown(model, given)
         _refuse_shared(model, given)
         return dict(given)
-    if sequence:
-        raise DistributeError(
-            "the plan divides what is between layers by tokens, and nobody knows where in this "
-            "model; pass tensor_plan= with SequenceParallel() for its norms, and layouts of what "
-            "goes in and out"
-        )
     plan = {name: style for name, style in _own_plan(model).items() if not _shared_in(model, name)}
     if not plan:
         raise DistributeError(
@@ -65,7 +60,7 @@ def tensor_plan_of(
             "of Hugging Face with a _tp_plan do); pass tensor_plan=, such as "
             '{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}'
         )
-    return plan
+    return by_tokens(model, plan) if sequence else plan
 
 
 def expert_plan_of(model: nn.Module, experts: Sequence[str]) -> dict[str, ParallelStyle]:

@@ -45,7 +45,8 @@ def title(found: Answer) -> str:
 
 def verdict(strategy: RankedStrategy, found: Answer) -> str:
     """That it is the best, or why another one is."""
-    why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
+    spent = f", {strategy.spent}" if strategy.spent else ""
+    why = strategy.loses or (f"the best{spent}" if strategy is found.best else strategy.reason)
     if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
         why += f"; {strategy.reason}"
     return why

@@ -26,6 +26,7 @@ from cotrain_compile.cluster.model.strategy import Question, RankedStrategy
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder, devices_of
 from cotrain_compile.cluster.pipeline.pipeline import plan_pipeline
 from cotrain_compile.cluster.steps.rank_memory import Residence
+from cotrain_compile.cluster.steps.spent import spent_s
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
 from cotrain_compile.cluster.swapped.replicas import (
     SwappedReplicas,
@@ -305,8 +306,9 @@ def a_strategy(
     capacities_bytes: tuple[int, ...],
     setting: str,
     run: str,
+    exchanging: float = 0.0,
 ) -> RankedStrategy:
-    """One that fits, of a step that was simulated."""
+    """One that fits, of a step that was simulated; `exchanging` as `spent_s` has it."""
     samples_per_s = question.samples / step.seconds if step.seconds else None
     busiest, busiest_s = step.busiest
     tokens = question.profile.tokens_per_sample
@@ -326,6 +328,7 @@ def a_strategy(
         run=run,
         capacities_bytes=capacities_bytes,
         timeline=None if too_long(step) else step.timeline,
+        spent_s=spent_s(step, exchanging) if isinstance(step, StageStep) else {},
     )
 
 

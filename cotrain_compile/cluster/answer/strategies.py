@@ -36,7 +36,7 @@ from cotrain_compile.cluster.model.profiles import Layer, LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer, Memory, Question, RankedStrategy
 from cotrain_compile.cluster.pipeline.pipeline import PipelinePlan
 from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
-from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes
 
 
 def judge_composed(question: Question, name: str) -> RankedStrategy:
@@ -52,6 +52,7 @@ def judge_composed(question: Question, name: str) -> RankedStrategy:
         question.cluster.capacities_bytes[: layout.devices],
         "; ".join(_setting(plan)),
         _run(question, layout),
+        plan.exchanging,
     )
     return replace(found, layout=layout, stages=_stages(plan), host_bytes=plan.host_bytes)
 
@@ -243,7 +244,10 @@ def answer(
     assumed = [*profile.assumed, HOSTS]
     if question.cluster != cluster:
         names = ", ".join(group.name for group in question.cluster.groups if group.devices)
-        assumed.append(f"Ranks are counted from the fastest group of machines on: {names}.")
+        within = [group.devices for group in cluster.groups]
+        moved = any(group.devices not in within for group in question.cluster.groups)
+        also = ", within a machine from its fastest device on" if moved else ""
+        assumed.append(f"Ranks are counted from the fastest group of machines on: {names}{also}.")
     if len(set(cluster.kinds) - profile.slowness.keys()) > 1:
         assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
@@ -279,7 +283,5 @@ def _why(strategy: RankedStrategy, best: RankedStrategy) -> str:
     if strategy.step_s is None or strategy.fits is False:
         return strategy.reason
     assert best.step_s is not None  # the best is before one that has a time and fits
-    return (
-        f"{strategy.step_s / best.step_s:.2f} times the best: {strategy.busiest} is busy "
-        f"{format_seconds(strategy.busiest_s)} of {format_seconds(strategy.step_s)}"
-    )
+    more = strategy.more_than(best)
+    return f"{strategy.step_s / best.step_s:.2f} times the best" + (f": {more}" if more else "")

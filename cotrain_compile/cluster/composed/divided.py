@@ -108,8 +108,9 @@ def _layer(layer: Layer, divided: Divided) -> Layer:
         found = BySamples(table.samples, beside)
         return added(found, whole) if whole else found
 
+    waits = _waits(layer, divided)
     forward_s, backward_s = (
-        added(seconds.times(computes), waits) if (waits := _waits(layer, divided)) else seconds
+        added(seconds.times(computes), waits) if waits else seconds.times(computes)
         for seconds in (layer.forward_s, layer.backward_s)
     )
     return replace(

@@ -294,6 +294,7 @@ def _way(cluster: Cluster, edges: Sequence[_Edge]) -> MeshLink:
     slowest = Network(
         min(network.bytes_per_s for network in networks),
         max(network.latency_s for network in networks),
+        max(network.scatter for network in networks),
     )
     return MeshLink(slowest, len(crossing) / len(edges))
 
@@ -303,7 +304,7 @@ def _cards(cluster: Cluster, sharing: Counter[_Machine]) -> Iterator[Network]:
     for (group, _), count in sharing.items():
         nic = cluster.groups[group].nic
         assert nic is not None  # a cluster of several machines has it
-        yield Network(nic.bytes_per_s / count, nic.latency_s)
+        yield replace(nic, bytes_per_s=nic.bytes_per_s / count)
 
 
 def _machine(place: DevicePlace) -> _Machine:

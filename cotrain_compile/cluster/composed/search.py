@@ -74,6 +74,20 @@ class ComposedPlan:
         """How often a micro-batch goes through each layer."""
         return 3 if self.layout.recompute else 2
 
+    @property
+    def exchanging(self) -> float:
+        """The part of what a rank computes in which it waits for those that divide its layers."""
+        own = replace(self.mesh.divided, tensor_network=None, experts_network=None)
+        with_s, without_s = (
+            sum(
+                (self.passes - 1) * layer.forward_s.at(self.layout.micro_batch)
+                + layer.backward_s.at(self.layout.micro_batch)
+                for layer in profile.layers
+            )
+            for profile in (self.mesh.profile, self.mesh.layers.profile(own))
+        )
+        return 1 - without_s / with_s if with_s else 0.0
+
     def traffic(self) -> dict[str, int]:
         """Bytes of a step over each kind of link, all ranks together."""
         near = far = 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from cotrain_compile.errors import OptionError, did_you_mean
@@ -206,29 +207,52 @@ class Cluster:
         if not parts:
             return None
         return Network(
-            min(part.bytes_per_s for part in parts), max(part.latency_s for part in parts)
+            min(part.bytes_per_s for part in parts),
+            max(part.latency_s for part in parts),
+            max(part.scatter for part in parts),
         )
 
 
 def fastest_first(cluster: Cluster) -> Cluster:
-    """The same groups, the fastest devices in front and CPU machines last, whatever their order.
+    """The same groups, the fastest devices in front and CPU machines last, whatever their order,
+    and so the devices within each machine.
 
     Strategies take the first devices; what they find does not depend on the order in a file.
     """
-    return replace(cluster, groups=tuple(sorted(cluster.groups, key=_by_speed)))
+    return replace(cluster, groups=tuple(sorted(map(_ordered, cluster.groups), key=_by_speed)))
+
+
+def _ordered(group: MachineGroup) -> MachineGroup:
+    """Its fastest devices first, each below the switch that it is below."""
+    starts = [0, *accumulate(devices.count for devices in group.devices)]
+    order = sorted(range(len(group.devices)), key=lambda i: _speed(group.devices[i].one))
+    if order == sorted(order):
+        return group
+    places = [place for i in order for place in range(starts[i], starts[i + 1])]
+    new = {place: number for number, place in enumerate(places)}
+    switches = (
+        replace(switch, devices=tuple(sorted(new[place] for place in switch.devices)))
+        for switch in group.switches
+    )
+    return replace(
+        group,
+        devices=tuple(group.devices[i] for i in order),
+        switches=tuple(sorted(switches, key=lambda switch: switch.devices)),
+    )
+
+
+def _speed(machine: Machine) -> tuple[float, float, int, str]:
+    """Least for the fastest: what it computes, its memory's rate, its memory."""
+    one = machine.device
+    return -max(one.flops_per_s.values()), -one.bytes_per_s, -one.capacity_bytes, machine.name
 
 
 def _by_speed(group: MachineGroup) -> tuple[bool, float, float, int, str]:
-    """By the slowest of its devices: what that computes, its memory's rate, and its memory."""
-    slowest = min(
-        (
-            (max(one.flops_per_s.values()), one.bytes_per_s, one.capacity_bytes)
-            for one in (machine.device for machine in group.each)
-        ),
-        default=(0.0, 0.0, 0),
+    """By the slowest of its devices."""
+    flops_per_s, bytes_per_s, capacity_bytes, _ = max(
+        map(_speed, group.each), default=(0.0, 0.0, 0, "")
     )
-    flops_per_s, bytes_per_s, capacity_bytes = slowest
-    return not group.devices, -flops_per_s, -bytes_per_s, -capacity_bytes, group.name
+    return not group.devices, flops_per_s, bytes_per_s, capacity_bytes, group.name
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:

@@ -10,7 +10,7 @@ from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.plan import Timeline
-from cotrain_compile.support.units import format_bytes
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 
@@ -89,13 +89,24 @@ class Memory:
         return replace(self, limit=limit)
 
 
+_SPENT = {
+    "computing": "of computing",
+    "exchanges": "of waiting for exchanges",
+    "hosts": "of waiting for hosts",
+    "other ranks": "of waiting for other ranks",
+}
+# Of the best step: less is not what makes another one slower.
+_WORTH_TELLING = 0.002
+
+
 @dataclass(frozen=True)
 class RankedStrategy:
     """What a step takes. Seconds are None, and `devices` 0, where `reason` says why.
 
     `bound_s` is what no timing of the same works can beat. `peak_bytes` is by device, None where
     nobody knows; `fits` is None then too. `traffic` has the bytes of a step over each kind of link,
-    all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
+    all devices together. `busiest` is the lane that has most to do, for `busiest_s`; `spent_s` says
+    what the seconds of the step go to (`cluster.steps.spent`), where that is known. `setting` says
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
     `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does,
     `layout` the mesh of what runs on one, with `stages` where it has a pipeline.
@@ -124,6 +135,27 @@ class RankedStrategy:
     capacities_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
     timeline: Timeline | None = None
+    spent_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def spent(self) -> str:
+        """What its seconds go to, in words; "" where that is not known."""
+        said = [
+            f"{format_seconds(seconds)} {_SPENT[what]}" for what, seconds in self.spent_s.items()
+        ]
+        return " and ".join(filter(None, (", ".join(said[:-1]), *said[-1:])))
+
+    def more_than(self, best: RankedStrategy) -> str:
+        """Of which seconds it has more than `best`, and less, by how much; most of it first."""
+        if not (self.spent_s and best.spent_s):
+            return f"{self.busiest} is busy {format_seconds(self.busiest_s)}"
+        assert best.step_s is not None  # seconds are spent of a step
+        found = {what: self.spent_s.get(what, 0.0) - best.spent_s.get(what, 0.0) for what in _SPENT}
+        worth = {what: s for what, s in found.items() if abs(s) >= _WORTH_TELLING * best.step_s}
+        return ", ".join(
+            f"{format_seconds(abs(s))} {'more' if s > 0 else 'less'} {_SPENT[what]}"
+            for what, s in sorted(worth.items(), key=lambda each: -each[1])
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _ROUND_S = 10e-6
 _HOST_LAUNCH_S = 10e-6
 
 _V100_HOST = next(host for host in HOSTS if host.name == "dgx-2")
+_CLOUD_HOST = next(host for host in HOSTS if host.name == "server-pcie3")
 _SERVERS = {server.name: server for server in SERVERS}
 
 
@@ -190,6 +191,36 @@ def _mixed_box() -> Cluster:
     )
 
 
+def _t4_machines() -> Cluster:
+    host, update = _host(_CLOUD_HOST._replace(gb=64))
+    group = MachineGroup(
+        "t4", 8, host, update, (Devices("t4", 1),), nic=Network(1.25 * _GB, 50e-6),
+        source=f"64 GB (assumed), otherwise the host of v100-16: {_CLOUD_HOST.source}",
+    )  # fmt: skip
+    return Cluster("8xt4", (group,), "Eight machines of one T4 with Ethernet of 10 Gb/s, rounds of "
+                   "50 us (assumed).")  # fmt: skip
+
+
+def _rtx3090_box() -> Cluster:
+    four = (Devices("rtx3090", 4),)
+    group = replace(_server("8xrtx4090"), name="4xrtx3090", devices=four)
+    return Cluster("4xrtx3090", (group,), "The host of 8xrtx4090; exchanges as there.")
+
+
+def _a100_and_v100() -> Cluster:
+    nic = Network(12.5 * _GB, _ROUND_S)
+    a100 = replace(_server("8xa100"), name="a100", devices=(Devices("a100-40", 4),), nic=nic)
+    (eight,) = _v100_server().groups
+    four = (Devices("v100-dgx2", 4),)
+    pairs = _pairs(4, 12, has_nic=False)
+    v100 = replace(eight, name="v100", devices=four, switches=pairs)
+    return Cluster(
+        "4xa100-4xv100",
+        (replace(a100, peer_path="nvlink"), replace(v100, nic=nic)),
+        "Half of a DGX A100 with cards of 40 GB, and half of 8xv100; 100 Gb/s between both.",
+    )
+
+
 _MAKERS: Mapping[str, Callable[[], Cluster]] = {
     "8xrtx4090": _rtx4090_box,
     "2x8xa100": _a100_pair,
@@ -199,6 +230,9 @@ _MAKERS: Mapping[str, Callable[[], Cluster]] = {
     "32xv100-16cpu": _v100_with_helpers,
     "4xgtx1080ti": _gtx1080ti_box,
     "4xrtx4090-4xa6000": _mixed_box,
+    "4xrtx3090": _rtx3090_box,
+    "8xt4": _t4_machines,
+    "4xa100-4xv100": _a100_and_v100,
 }
 CLUSTERS = tuple(_MAKERS)
 

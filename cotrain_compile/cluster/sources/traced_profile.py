@@ -25,7 +25,7 @@ from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.layers import layer as layer_of
 from cotrain_compile.analysis.liveness import Liveness, liveness
 from cotrain_compile.analysis.symbolic import at
-from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.description import Cluster, fastest_first
 from cotrain_compile.cluster.model.profiles import (
     BySamples,
     Division,
@@ -354,7 +354,11 @@ def profile_on_cluster(
     samples: Sequence[int] = SAMPLES,
     tokens_per_sample: int = 1,
 ) -> LayerProfile:
-    """`profile_of_step` on the devices of `cluster`, and raises as it does."""
+    """`profile_of_step` on the fastest devices of `cluster`, with how much slower others are.
+
+    Raises as it does.
+    """
+    cluster = fastest_first(cluster)
     kinds = {
         one.name: one.but(host=group.host, host_update=group.host_update)
         for group in cluster.groups

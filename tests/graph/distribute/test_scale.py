@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.errors import DistributeError
+from cotrain_compile.scaling.by_tokens import by_tokens
 from cotrain_compile.scaling.tensor_plans import ExpertParallel, tensor_plan_of
 from tests.support.pipelines import gpt2, llama
 from tests.support.ranks import Ranks
@@ -71,6 +72,7 @@ def test_split_and_sharded_layers_train_within_a_budget(four_ranks: Ranks) -> No
         Case(Layout(pipeline=2, replicate=2), stages=STAGES),
         Case(Layout(pipeline=2, shard=2), stages=STAGES, budget=40_000),
         Case(Layout(shard=2, tensor=2), "its own"),
+        Case(Layout(replicate=2, tensor=2, sequence=True), "its own"),
     ],
     ids=lambda case: f"{case.layout} {case.split}",
 )
@@ -136,8 +138,14 @@ def test_a_model_of_hugging_face_says_which_layers_are_split() -> None:
     assert "model.lm_head" in plan
     with pytest.raises(DistributeError, match="does not say which"):
         tensor_plan_of(gpt2(), None, sequence=False)
+    divided = tensor_plan_of(llama(), None, sequence=True)
+    assert divided.keys() - plan.keys() == {
+        *(f"model.model.layers.{name}" for name in ("0", "*.self_attn", "*.mlp")),
+        *(f"model.model.layers.*.{name}_layernorm" for name in ("input", "post_attention")),
+        "model.model.norm",
+    }
     with pytest.raises(DistributeError, match="by tokens, and nobody knows where in this model"):
-        tensor_plan_of(llama(), None, sequence=True)
+        by_tokens(llama(), {"model.lm_head": ColwiseParallel()})
 
 
 def test_experts_that_are_not_rows_of_parameters_are_refused(rank_of_two: None) -> None:

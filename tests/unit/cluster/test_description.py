@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -14,6 +15,7 @@ from cotrain_compile.cluster.model.description import (
     Devices,
     MachineGroup,
     Switch,
+    fastest_first,
 )
 from cotrain_compile.cluster.model.machines import rank_machine, whole_machine
 from cotrain_compile.cluster.sources.cluster_presets import CLUSTERS, find_cluster, preset
@@ -68,6 +70,9 @@ def test_the_promised_clusters_have_their_devices() -> None:
         "32xv100-16cpu": 32,
         "4xgtx1080ti": 4,
         "4xrtx4090-4xa6000": 8,
+        "4xrtx3090": 4,
+        "8xt4": 8,
+        "4xa100-4xv100": 8,
     }
     helped = preset("32xv100-16cpu")
     assert (helped.device_machines, helped.cpu_machines) == (32, 16)
@@ -163,3 +168,27 @@ def test_a_file_that_describes_no_cluster_is_refused(change: dict[str, object], 
     document["data"]["groups"][0].update(change)
     with pytest.raises(FormatError, match=f"^it: .*({told})"):
         from_json(json.dumps(document), Cluster, "it")
+
+
+def test_a_thousand_orders_of_groups_and_devices_are_one_cluster() -> None:
+    """Each device stays below its switch; a profile traced for the first of them is one, too."""
+    names = ("8xh100", "2x8xa100", "8xv100", "8xt4", "4xrtx4090-4xa6000", "32xv100-16cpu")
+    nic = Network(5e9, 1e-5)
+    groups = [
+        replace(group, name=f"{name} {group.name}", nic=nic)
+        for name in names
+        for group in preset(name).groups
+    ]
+    mixed = groups[4]
+    assert len(mixed.devices) == 2
+    groups[4] = replace(mixed, switches=(Switch((0, 1, 2, 3), 1e10), Switch((4, 5, 6, 7), 2e10)))
+    swapped = replace(
+        groups[4],
+        devices=mixed.devices[::-1],
+        switches=(Switch((4, 5, 6, 7), 1e10), Switch((0, 1, 2, 3), 2e10)),
+    )
+    in_file, random = fastest_first(Cluster("mixed", tuple(groups))), Random(0)
+    for number in range(1000):
+        order = [swapped if number % 2 and group is groups[4] else group for group in groups]
+        random.shuffle(order)
+        assert fastest_first(Cluster("mixed", tuple(order))) == in_file

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from bench.cluster import answers_page
 from bench.results_page import compare, compiler_tables, figures, tables
 from bench.results_page.compare import ELSEWHERE, PAGE, RESULTS, SECTIONS, page
 from bench.results_page.figure import Figure
@@ -148,3 +149,9 @@ def test_rows_of_a_card_have_their_peers_beside_them() -> None:
     found = tables.gpu_suite({"performance": [own], "peers": [peer]})
     assert "| resident | 1.000 s | 1.500 s | - |  |" in found
     assert "| eager | - | 2.000 s | 1.0 GiB | plain |" in found
+
+
+def test_the_page_of_six_clusters_is_that_of_its_json() -> None:
+    rows = json.loads(answers_page.RESULTS.read_text())["result"]["rows"]
+    assert answers_page.PAGE.read_text() == answers_page.page(rows)
+    assert len({row["cluster"] for row in rows}) == 6
