@@ -95,6 +95,13 @@ def settings_read(step: StepGraph) -> dict[str, int]:
     }
 
 
+def numbers_compared(step: StepGraph) -> frozenset[fx.Node]:
+    """Inputs of `step` that are the same number on every rank, or it ends: see `values_of`."""
+    nodes = list(step.nodes)
+    read = (nodes[position] for position in settings_read(step).values())
+    return frozenset(node for node in read if _is_at_hand(node.meta.get("val")))
+
+
 def values_of(settings: Mapping[str, int], inputs: Sequence[Any]) -> dict[str, str]:
     """What `settings` are in this step, those on a card left out: to read one waits for it."""
     values = {name: inputs[position] for name, position in settings.items()}
@@ -251,7 +258,8 @@ def _plain(value: Any) -> str:
 
 def _is_at_hand(value: Any) -> bool:
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return isinstance(value, int | float) or (is_one and value.device.type == "cpu")
+    is_plain = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+    return is_plain or (is_one and value.device.type == "cpu")
 
 
 def _item(value: Any) -> Any:

@@ -42,10 +42,11 @@ def sum_of(graph: fx.Graph, *values: fx.Node) -> fx.Node:
     return graph.call_function(aten.add.Tensor, values)
 
 
-def found(update: Build, role: Role = Role.PARAM) -> dict[str, Ranks]:
+def found(update: Build, role: Role = Role.PARAM, batch_value: Any = None) -> dict[str, Ranks]:
     """Of a step that adds what `update` makes of a parameter and a batch to the parameter."""
     graph = fx.Graph()
     param, batch = graph.placeholder("w"), graph.placeholder("x")
+    batch.meta["val"] = batch_value
     new = sum_of(graph, param, update(graph, param, batch))
     graph.call_function(aten.copy_.default, (param, new))
     graph.output(())
@@ -93,6 +94,27 @@ def test_what_an_update_draws_by_chance_is_a_rank_s_own() -> None:
         return sum_of(graph, all_reduced(graph, batch, "all"), noise)
 
     assert found(with_noise) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_same"),
+    [
+        (0.5, True),
+        (torch.ones(()), True),
+        (torch.ones(2), False),
+        (torch.ones((), device="meta"), False),
+    ],
+)
+def test_a_number_that_comes_with_the_batch_is_the_same_if_it_is_compared(
+    value: Any, is_same: bool
+) -> None:
+    """As what gradients are clipped to, once that has changed; those on a card are not read."""
+
+    def clipped(graph: fx.Graph, param: fx.Node, number: fx.Node) -> fx.Node:
+        exchanged = all_reduced(graph, param, "all")
+        return graph.call_function(aten.mul.Tensor, (exchanged, number))
+
+    assert found(clipped, batch_value=value) == ({"w": GROUPS["all"]} if is_same else {})
 
 
 def test_running_statistics_are_not_compared() -> None:
