@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Role
-from cotrain_compile.distribute.same_numbers import is_number, numbers_compared
+from cotrain_compile.distribute.same_numbers import is_compared, numbers_compared
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import group_name_of, is_collective, kind_of
 from cotrain_compile.graph.random_ops import is_random
@@ -168,7 +168,7 @@ def _after(
 ) -> Ranks:
     """The ranks that have the same result of `node`."""
     before = reduce(Ranks.__and__, (values[source] for source in node.all_input_nodes), world)
-    if is_random(node) or (node.op == "get_attr" and not is_number(node)):
+    if is_random(node) or (node.op == "get_attr" and not is_compared(node)):
         return own
     if not is_collective(node):
         return before
