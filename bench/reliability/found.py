@@ -15,6 +15,11 @@ class Found:
 
 FOUND = (
     Found(
+        "Once all ranks had changed a number that their updates read, as what gradients are "
+        "clipped to, `check_replicas` compared no parameters any more, without a word.",
+        "tests/unit/runtime/test_same_on.py",
+    ),
+    Found(
         "With `overlap_steps` a parameter could not be swapped for another: what updates had "
         "written was held by weak references when they were long done, and torch swaps none then.",
         "tests/graph/runtime/test_overlap_contract.py",

@@ -39,6 +39,7 @@ def page(
         _soak(soak),
         _tests(tests or {}),
         _mutants(mutants or {}),
+        _not_promised(),
     )
     return "\n".join(line for part in parts for line in part) + "\n"
 
@@ -159,6 +160,22 @@ def _mutants(mutants: dict[str, dict[str, Any]]) -> Iterator[str]:
         share = figures["killed"] / max(1, figures["run"] - figures["equivalent"])
         cells = " | ".join(str(figures[key]) for key in ("mutants", "run", "killed", "equivalent"))
         yield f"| {name} | {cells} | {still} | {share:.0%} |"
+
+
+def _not_promised() -> Iterator[str]:
+    yield """
+## What is not promised
+
+- Eager's bits. A captured step is within [rounding](architecture.md#exactness) of it, and where a
+  rounding decides what comes next (a comparison, a top-k, `F.rrelu`), goes on from there.
+- A whole step behind a signal that is not [held](training.md), as SIGALRM: a handler that raises
+  may end an update in the middle, which is told, and later calls are refused.
+- That ranks notice everything: [not compared](several_cards.md#are-replicas-the-same) are buffers,
+  optimizer states, tensors that the step gets, and parts of one rank alone.
+- Budgets for memory that no op of torch's asks for, such as a library's own.
+- The same of a card: campaigns ran on the emulated device. What a card has shown is on
+  [its page](first-card.md#what-one-card-has-shown).
+- What the generators cannot draw, and [the matrix](matrix.md) does not have."""
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Role
-from cotrain_compile.distribute.same_numbers import is_number
+from cotrain_compile.distribute.same_numbers import is_compared, numbers_compared
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import group_name_of, is_collective, kind_of
 from cotrain_compile.graph.random_ops import is_random
@@ -26,7 +26,7 @@ from cotrain_compile.graph.random_ops import is_random
 Ranks = frozenset[int]
 
 # A parameter and what its updates keep are the same by induction; a number is compared when a step
-# begins. A batch, a buffer or a gradient of an earlier call is a rank's own.
+# begins, whatever it comes with. A batch, buffer or gradient of an earlier call is a rank's own.
 _SAME_AT_FIRST = (Role.PARAM, Role.OPTIMIZER_STATE, Role.HYPERPARAMETER)
 # Their results are the same on every rank of the group.
 _SAME_AFTER = ("all_reduce", "broadcast", "all_gather_into_tensor")
@@ -44,13 +44,16 @@ def same_on(
     """
     own = frozenset({rank})
     written = [(destination, value) for _, destination, value in writes(step.module.graph)]
-    item_of = step.input_of_node
+    item_of, compared = step.input_of_node, numbers_compared(step)
     updated = {destination for destination, _ in written}
     # A frozen parameter may well differ by rank.
     same = {
         node: world
-        if (role := item_of[node.name].role) in _SAME_AT_FIRST
-        and (node in updated or role is not Role.PARAM)
+        if node in compared
+        or (
+            (role := item_of[node.name].role) in _SAME_AT_FIRST
+            and (node in updated or role is not Role.PARAM)
+        )
         else own
         for node in step.nodes
         if node.op == "placeholder"
@@ -165,7 +168,7 @@ def _after(
 ) -> Ranks:
     """The ranks that have the same result of `node`."""
     before = reduce(Ranks.__and__, (values[source] for source in node.all_input_nodes), world)
-    if is_random(node) or (node.op == "get_attr" and not is_number(node)):
+    if is_random(node) or (node.op == "get_attr" and not is_compared(node)):
         return own
     if not is_collective(node):
         return before

@@ -27,8 +27,8 @@ _GIVEN = (Role.HYPERPARAMETER, Role.BATCH)
 # What schemas call arguments whose whole numbers are sizes, dimensions or offsets.
 _COUNTS = ("int", "SymInt", "Optional[int]", "Optional[SymInt]")
 _OPTIMIZER = "the optimizer"
-# So many differences are told.
-_TOLD = 3
+# So many differences are told, and numbers of a table.
+_TOLD, _FEW = 3, 8
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,13 @@ def settings_read(step: StepGraph) -> dict[str, int]:
         for position, (item, node) in enumerate(zip(step.inputs, step.nodes, strict=False))
         if item.role in _GIVEN and node in updating and node not in written
     }
+
+
+def numbers_compared(step: StepGraph) -> frozenset[fx.Node]:
+    """Inputs of `step` that are the same number on every rank, or it ends: see `values_of`."""
+    nodes = list(step.nodes)
+    read = (nodes[position] for position in settings_read(step).values())
+    return frozenset(node for node in read if _is_at_hand(node.meta.get("val")))
 
 
 def values_of(settings: Mapping[str, int], inputs: Sequence[Any]) -> dict[str, str]:
@@ -251,16 +258,32 @@ def _plain(value: Any) -> str:
 
 def _is_at_hand(value: Any) -> bool:
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return isinstance(value, int | float) or (is_one and value.device.type == "cpu")
+    is_plain = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+    return is_plain or (is_one and value.device.type == "cpu")
 
 
 def _item(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def is_number(constant: fx.Node) -> bool:
-    """Whether a constant of the graph is one number, which ranks compare."""
-    return _is_at_hand(_constant(constant))
+def is_compared(constant: fx.Node) -> bool:
+    """Whether ranks compare a constant of the graph: a number, or a table of fractions.
+
+    A table of whole numbers may be of offsets, which hang on the rank.
+    """
+    value = _constant(constant)
+    is_table = type(value) is torch.Tensor and value.is_floating_point()
+    return _is_at_hand(value) or (is_table and value.device.type == "cpu")
+
+
+def _told_of(value: Any) -> str:
+    """A constant as text that is equal on ranks where it is; of a long table a digest."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return repr(_item(value))
+    if value.numel() <= _FEW:
+        return repr(value.tolist())
+    values = repr((value.shape, value.double().flatten().numpy().tobytes()))
+    return f"a table of {value.numel()} numbers ({_digest(values)[:8]})"
 
 
 def _constant(node: fx.Node) -> Any:
@@ -272,8 +295,8 @@ def _numbers(node: fx.Node, *, wholes: bool) -> Iterator[str]:
 
     Whole ones only with `wholes`.
     """
-    if node.op == "get_attr" and is_number(node):
-        yield repr(_item(_constant(node)))
+    if node.op == "get_attr" and is_compared(node):
+        yield _told_of(_constant(node))
     schema = getattr(node.target, "_schema", None)
     arguments = [] if schema is None else schema.arguments
     types = {each.name: str(each.type) for each in arguments}

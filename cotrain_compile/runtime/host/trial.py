@@ -8,6 +8,7 @@ use a kernel: the match is. It is a check of ATen's loops, and of what stands ar
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ MAGNITUDES = (0.0, 1e-30, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8)
 UNUSUAL = (torch.inf, -torch.inf, torch.nan)
 # Of a large tensor one draw has all of them many times over.
 SEEDS, ENOUGH_ELEMENTS = 3, 1 << 12
+# It then repeats itself: a region may read a few of the millions of gradients in a bucket. A prime,
+# so that what reads another part of the bucket reads other numbers.
+PERIOD = 4099
 # States that are sums of squares.
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
@@ -84,13 +88,16 @@ def _drawn(region: fx.GraphModule, seed: int, with_unusual: bool) -> Iterator[An
         if not shape:
             yield made.fill_(1.0 + 6.0 * seed).to(value.dtype)  # a step count or a coefficient
             continue
-        chosen = torch.randint(len(MAGNITUDES), shape, generator=generator)
-        signed = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+        made = made.to(_widened(value.dtype))
+        count = min(made.numel(), PERIOD)
+        chosen = torch.randint(len(MAGNITUDES), (count,), generator=generator)
+        signed = torch.rand(count, generator=generator, dtype=torch.float64) * 2 - 1
         drawn = signed * magnitudes[chosen]
-        if with_unusual and drawn.numel():
-            at = torch.randint(drawn.numel(), (len(UNUSUAL),), generator=generator)
-            drawn.view(-1)[at] = torch.tensor(UNUSUAL, dtype=torch.float64)
-        yield made.to(_widened(value.dtype)).copy_(drawn)
+        if with_unusual and count:
+            at = torch.randint(count, (len(UNUSUAL),), generator=generator)
+            drawn[at] = torch.tensor(UNUSUAL, dtype=torch.float64)
+        repeated = drawn.to(made.dtype).repeat(math.ceil(made.numel() / max(count, 1)))
+        yield made.copy_(repeated[: made.numel()].view(shape))
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:

@@ -12,8 +12,9 @@ SHARDED = RankSequence("shard", "sgd", (Act("call"), Act("edit", 0), Act("weight
 REPLICAS = RankSequence("ddp", "sgd", (Act("call"), Act("edit", 1), Act("bad index", 0)))
 # A number that one rank alone has changed is an input there, and is told with the way on.
 NUMBER = RankSequence("fully_shard", "adamw", (Act("call"), Act("scale", 1), Act("load")))
-# One that all have changed is an input of theirs, of which one rank gives another later.
-CLIP = RankSequence("ddp", "sgd", (Act("call"), Act("clip"), Act("clip", 0)))
+# One that all have changed is an input of theirs, of which one rank gives another later. Replicas
+# that are clipped to it are compared as before.
+CLIP = RankSequence("ddp", "sgd", (Act("call"), Act("clip"), Act("edit", 1), Act("clip", 0)))
 # One rank waits for an exchange that the other has not come to.
 BETWEEN = RankSequence("shard", "sgd", (Act("call"), Act("bad index", 0), Act("call")))
 

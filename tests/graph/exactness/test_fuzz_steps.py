@@ -37,6 +37,7 @@ from tests.support.fuzz.fuzz_ways import (
     ON_DISK,
     REPEATED,
     campaign_spec,
+    forced,
 )
 from tests.support.steps import cotrain
 
@@ -128,6 +129,13 @@ def test_a_program_takes_its_way_and_keeps_every_promise(way: str) -> None:
         spec = replace(spec, options=options | on_disk, host_share=0.8)
     outcome = run(spec)
     assert (outcome.status, outcome.way) == ("equal", way)
+
+
+@pytest.mark.parametrize("way", [IN_PARTS, ALIKE, ON_DISK])
+def test_what_a_way_takes_hold_of_is_still_there(way: str) -> None:
+    """Names in the program that are replaced: one that is gone ends each of its cases."""
+    with forced(replace(WAYS[way], way=way, parts={"loss": 2})) as found:
+        assert ("disk" in found.options) == (way == ON_DISK)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -36,7 +36,6 @@ REPEATED = ("checkpointed", "checkpointed dropout", "checkpointed attention", "r
 LEAST_BYTES, PIECE_BYTES = 4096, 8192
 _OF_DISK = (
     "on_disk",
-    "placement.schedule.overflow_to_disk",
     "placement.simulate.predict",
     "runtime.disk.rooms",
     "runtime.disk.resting_kernel",

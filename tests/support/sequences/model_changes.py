@@ -77,8 +77,8 @@ def replace_parameter(training: Training, rng: random.Random) -> None:
 def swap_tensors(training: Training, rng: random.Random) -> None:
     """Another tensor under the same name and identity, as `module.to` does where it is told to."""
     old = training.model.first.weight
-    if not old.requires_grad:
-        return  # torch swaps no leaf that was trained and is frozen, whoever trained it
+    if training.was_cast or not old.requires_grad:
+        return  # torch swaps no leaf that was trained, and then was cast or frozen
     old.grad = None
     other = nn.Parameter(old.detach() * 0.7, requires_grad=old.requires_grad)
     torch.utils.swap_tensors(old, other)
@@ -162,6 +162,7 @@ def parametrize(training: Training, rng: random.Random) -> None:
 def change_dtype(training: Training, rng: random.Random) -> None:
     """Of the model, its states and the batches that follow."""
     training.dtype = torch.float32 if training.dtype == torch.float64 else torch.float64
+    training.was_cast = True
     training.model.to(training.dtype)
     for state in training.optimizer.state.values():
         wide = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]

@@ -107,6 +107,7 @@ class Training:
     default_dtype: torch.dtype = torch.float32
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     calls_compiled: bool = False
+    was_cast: bool = False
     fails_late: bool = False
     kept: list[Tensor] = field(default_factory=list)
 
