@@ -137,7 +137,8 @@ def _paged_s(row: Row, traced: Traced, machine: Machine) -> float:
     elements = [_parameters(step) for step in traced.steps(machine)]
     states = row["state_bytes_a_parameter"] * traced.grown(*elements)
     room = machine.device.capacity_bytes - row["peak_memory_gib"] * 2**30
-    return max(0.0, states - room) / min(machine.h2d.bytes_per_s, machine.d2h.bytes_per_s)
+    beyond: float = max(0.0, states - room)
+    return beyond / min(machine.h2d.bytes_per_s, machine.d2h.bytes_per_s)
 
 
 def _parameters(step: Dataflow) -> float:

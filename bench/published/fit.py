@@ -117,10 +117,12 @@ def features_in(path: Path, kept: Mapping[str, Mapping[str, float]]) -> list[Fea
     found = []
     for row in rows:
         here = row["kind"] == "step" and "Offload" not in row["optimizer"]
-        if row["id"] in kept:
-            feature = Feature(row, machine_of(row).name, kept[row["id"]])
-        else:
-            feature = feature_of(row) if here else None
+        known = kept.get(row["id"])
+        feature = None
+        if known is not None:
+            feature = Feature(row, machine_of(row).name, known)
+        elif here:
+            feature = feature_of(row)
         if feature is not None:
             found.append(feature)
         elif row["kind"] == "step" and row["step_ms"]:
