@@ -58,7 +58,8 @@ class Placement:
     `homes` has one entry for every buffer with a persistent role (on disk may rest what the host
     updates, and frozen parameters: what uses them reads them, piece by piece); `updates` one for
     every update group, by parameter name. A parameter at home off the device is fetched for its
-    uses: itself, or the low-precision copy of its group, which the host then makes. `away` names
+    uses: itself, or the low-precision copy of its group, which the host then makes unless all are
+    `fetched_whole`, as by systems that know of no casts. `away` names
     what leaves the
     device in the longest gap between two uses, from forward to backward: activations, and such
     fetched weights, which are then fetched twice. Activations that are `refetched`, too, are gone
@@ -87,6 +88,7 @@ class Placement:
     splits: Mapping[str, int] = field(default_factory=dict)
     piece_bytes: int = 0
     refetched: tuple[str, ...] = ()
+    fetched_whole: bool = False
 
     def is_off_device(self, name: str) -> bool:
         """Whether a persistent buffer rests on the host or on disk."""

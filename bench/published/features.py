@@ -17,7 +17,7 @@ from functools import cached_property
 from bench.published.steps import Row, Traced, traced_of
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.machine import Machine
 from cotrain_compile.machine.op_classes import ATTENTION, FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.presets.factors import constants_of
@@ -27,15 +27,17 @@ from cotrain_compile.presets.factors import constants_of
 # moves 2 and nothing else does.
 _ONES = "aten.fill.Scalar"
 _SILU_SURPLUS = 7.5
-# What is not multiplied: the update, which is one loop over what it touches.
+# What is not multiplied: the update, which is one loop over what it touches, and what crosses the
+# link of states that a paged optimizer keeps and the card has no room for.
 UPDATE = "update"
+PAGED = "paged states"
 
 # What the kernels of each kind in a row of ours run.
 KERNELS: Mapping[str, frozenset[str]] = {
     "product": frozenset({OpKind.PRODUCT, OpKind.BATCHED_PRODUCT}),
     "attention": ATTENTION,
     "convolution": frozenset({OpKind.CONVOLUTION, OpKind.CHANNELS_LAST}),
-    "memory": frozenset({ONE_BY_ONE, FUSED, RELAYOUT, UPDATE}),
+    "memory": frozenset({ONE_BY_ONE, FUSED, RELAYOUT, UPDATE, PAGED}),
 }
 
 # Cards by how the rows name them; the first that fits. Of those that end in a number a preset.
@@ -125,7 +127,23 @@ def feature_of(row: Row) -> Feature | None:
     scale = row["batch"] / traced.batch
     grown = {name: s * (1.0 if name == UPDATE else scale) for name, s in seconds.items()}
     grown[UPDATE] = grown.get(UPDATE, 0.0) * traced.update_share
+    if "state_bytes_a_parameter" in row:
+        grown[PAGED] = _paged_s(row, traced, machine)
     return Feature(row, machine.name, grown)
+
+
+def _paged_s(row: Row, traced: Traced, machine: Machine) -> float:
+    """Seconds in which states that have no room beside all else come up, and others go down."""
+    elements = [_parameters(step) for step in traced.steps(machine)]
+    states = row["state_bytes_a_parameter"] * traced.grown(*elements)
+    room = machine.device.capacity_bytes - row["peak_memory_gib"] * 2**30
+    beyond: float = max(0.0, states - room)
+    return beyond / min(machine.h2d.bytes_per_s, machine.d2h.bytes_per_s)
+
+
+def _parameters(step: Dataflow) -> float:
+    """Of a step wholly in bfloat16."""
+    return sum(b.nbytes for b in step.buffers if b.role is Role.PARAM) / 2
 
 
 def of_all_layers(traced: Traced, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

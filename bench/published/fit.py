@@ -1,13 +1,15 @@
 """Fit: how many times its roofline each class of op takes, by what others have published.
 
-    python -m bench.published.fit [--rows ROWS.json] [--write]
+    python -m bench.published.fit [--rows ROWS.json] [--kept] [--write]
 
 Traces each row's step (timm has to be installed for those of images), fits the constants on the
 open rows, and prints how far predictions are off: as fitted, with a family left out, and with a
 card left out. Of steps that were measured here the seconds of kernels are fitted by kind; how far
 off their whole steps are is told apart, since these contain the host's time as well. With `--rows`
 of another file nothing is fitted: the law that the product has is held against it. `--write` writes
-`bench/results/published_steps.json` and its picture.
+`bench/results/published_steps.json` and its picture. With `--kept` the seconds by class of a row
+are those that the last report has, where it has the row: nothing else is traced. So what changed in
+the law is seen in seconds; what changed in how a step is traced or costed is not.
 
 The law: the seconds of a step are the sum over its kinds of work of their roofline seconds, each
 times the constants of its kind and card (`presets.factors.constants_of`), and the update. The
@@ -27,13 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.published.features import Feature, feature_of
+from bench.published.features import Feature, feature_of, machine_of
 from bench.published.table import draw
 from bench.report import write_report
 from cotrain_compile.presets.factors import CONSTANTS
 
 ROWS = Path("bench/published/rows.json")
 RESULT = Path("bench/results/published_steps.json")
+
+HELD = "a family left out"
 
 PULL = 0.25
 FAR = 0.1
@@ -107,18 +111,39 @@ def told(found: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def features_in(path: Path) -> list[Feature]:
-    """Of all rows with seconds whose step is here; tells which are not."""
+def features_in(path: Path, kept: Mapping[str, Mapping[str, float]]) -> list[Feature]:
+    """Of all rows with seconds whose step is here; tells which are not. `kept` has some by row."""
     rows = json.loads(path.read_text())["rows"]
     found = []
     for row in rows:
         here = row["kind"] == "step" and "Offload" not in row["optimizer"]
-        feature = feature_of(row) if here else None
+        known = kept.get(row["id"])
+        feature = None
+        if known is not None:
+            feature = Feature(row, machine_of(row).name, known)
+        elif here:
+            feature = feature_of(row)
         if feature is not None:
             found.append(feature)
         elif row["kind"] == "step" and row["step_ms"]:
             print(f"no step here for {row['id']}")
     return found
+
+
+def kept_seconds() -> dict[str, dict[str, float]]:
+    """Seconds by class of the rows of the last report."""
+    rows = json.loads(RESULT.read_text())["result"]["rows"]
+    return {row["id"]: {n: ms / 1e3 for n, ms in row["ms by class"].items()} for row in rows}
+
+
+def range_of(found: Mapping[str, float]) -> tuple[float, float]:
+    """Between which parts of what is predicted eight of ten rows lie, by predicted over published.
+
+    From one row to the next it goes evenly.
+    """
+    parts = sorted(1.0 / ratio for ratio in found.values())
+    low, high = np.quantile(parts, (0.1, 0.9))
+    return round(float(low), 2), round(float(high), 2)
 
 
 def result_of(features: Sequence[Feature]) -> dict[str, Any]:
@@ -134,8 +159,19 @@ def result_of(features: Sequence[Feature]) -> dict[str, Any]:
         "rates alone": ratios(everything, {}),
         "the product's constants": ratios(everything, CONSTANTS),
         "fitted on all": ratios(everything, law),
-        "a family left out": left_out(given, family, everything),
+        HELD: left_out(given, family, everything),
         "a card left out": left_out(given, card, everything),
+    }
+    compiled = [f.row["id"] for f in features if f.row["compiled"] and not f.is_own]
+    ranges = {
+        "compiled": range_of({i: found[HELD][i] for i in compiled}),
+        "eager": range_of(
+            {
+                f.row["id"]: found[HELD][f.row["id"]]
+                for f in features
+                if not f.row["compiled"] and not f.is_own
+            }
+        ),
     }
     groups = {
         "off": [f for f in features if not f.is_own],
@@ -145,6 +181,7 @@ def result_of(features: Sequence[Feature]) -> dict[str, Any]:
     return {
         "constants": {name: round(value, 3) for name, value in law.items()},
         "the product's constants": dict(CONSTANTS),
+        "published over predicted, eight of ten": ranges,
         **{
             title: {
                 name: told({f.row["id"]: by_row[f.row["id"]] for f in group})
@@ -178,9 +215,10 @@ def main() -> None:
     """Fit, or hold another file's rows against the product's law."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--kept", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    features = features_in(given.rows)
+    features = features_in(given.rows, kept_seconds() if given.kept else {})
     if given.rows != ROWS:
         found = ratios(features, CONSTANTS)
         print("\n".join(f"{name:44s} {ratio:.2f}" for name, ratio in found.items()))
@@ -189,7 +227,9 @@ def main() -> None:
     result = result_of(features)
     for row in (*result["rows"], *result["kernels"]):
         print(f"{row['id']:44s} {row['card'][:18]:18s}", *row["predicted over published"].values())
-    told_of = [key for key in result if key == "constants" or key.startswith("off")]
+    told_of = [
+        key for key in result if key == "constants" or key.startswith(("off", "published over"))
+    ]
     print(json.dumps({key: result[key] for key in told_of}, indent=1))
     if given.write:
         question = "How far are predicted steps from published ones, by constants by class of op?"

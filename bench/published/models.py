@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], tuple[Callable[..., Tensor], tuple[Any, ...]]]
 
@@ -38,6 +39,30 @@ LLAMAS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
+    },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    # Qwen 2.5 and 3, but for biases and norms of queries and keys, which cost next to nothing.
+    "qwen-1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen-3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -138,9 +163,18 @@ class _Block(nn.Module):
 
 class _Decoder(nn.Module):
     def __init__(
-        self, width: int, heads: int, layers: int, length: int, *, mpt: bool, by_hand: bool
+        self,
+        width: int,
+        heads: int,
+        layers: int,
+        length: int,
+        *,
+        mpt: bool,
+        by_hand: bool,
+        checkpointed: bool,
     ) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         vocabulary = 50368 if mpt else 50304
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(
@@ -151,7 +185,7 @@ class _Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -164,18 +198,22 @@ def decoder_step(
     *,
     mpt: bool = False,
     by_hand: bool = False,
+    checkpointed: bool = False,
     dtype: torch.dtype = torch.float32,
+    low: torch.dtype = torch.bfloat16,
 ) -> Build:
-    """A decoder of equal layers with AdamW, in bfloat16 autocast or wholly in `dtype`."""
+    """A decoder of equal layers with AdamW, in autocast to `low` or wholly in `dtype`."""
 
     def build() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        model = _Decoder(width, heads, layers, length, mpt=mpt, by_hand=by_hand).to(dtype)
+        model = _Decoder(
+            width, heads, layers, length, mpt=mpt, by_hand=by_hand, checkpointed=checkpointed
+        ).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters())
         mixed = dtype is torch.float32
 
         def step(tokens: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad()
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            with torch.autocast(tokens.device.type, low, enabled=mixed):
                 logits = model(tokens).flatten(0, 1)
                 loss = F.cross_entropy(logits if mixed else logits.float(), y.flatten())
             loss.backward()
@@ -238,16 +276,26 @@ class _Adapted(nn.Module):
 
 
 def llama_step(
-    shape: str, layers: int, batch: int, length: int, *, lora: int = 0, checkpointed: bool = False
+    shape: str,
+    layers: int,
+    batch: int,
+    length: int,
+    *,
+    lora: int = 0,
+    checkpointed: bool = False,
+    mixed: bool = False,
 ) -> Build:
-    """A Llama of transformers wholly in bfloat16 with AdamW, as torchtune and LitGPT train it."""
+    """A Llama of transformers with AdamW: wholly in bfloat16, as torchtune and LitGPT train it.
+
+    Or `mixed`, with float32 parameters in bfloat16 autocast.
+    """
 
     def build() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **LLAMAS[shape])
         model: Any = LlamaForCausalLM(config)
-        model = model.to(torch.bfloat16).train()
+        model = model.to(torch.float32 if mixed else torch.bfloat16).train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if lora:
@@ -260,7 +308,8 @@ def llama_step(
 
         def step(tokens: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad()
-            logits = model(input_ids=tokens).logits
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+                logits = model(input_ids=tokens).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
             loss.backward()
             optimizer.step()

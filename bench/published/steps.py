@@ -40,7 +40,8 @@ class Traced:
     """How a row's step is traced: `make(layers)` for each of `traced` layers, of `layers` in all.
 
     `batch` is that of the trace, `update_share` the part of the update that this card does. Only
-    with `fused_attention` does the trace depend on the card, whose kernel it then has.
+    with `fused_attention` does the trace depend on the card, whose kernel it then has. With
+    `dissolve` its checkpoints are left to the rule.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Traced:
     traced: tuple[int, ...] = (0,)
     update_share: float = 1.0
     fused_attention: bool = False
+    dissolve: bool = False
 
     def steps(self, machine: Machine, folder: Path = FOLDER) -> tuple[Dataflow, ...]:
         """Each from `folder` where it is there, else traced as for `machine` and kept there."""
@@ -60,7 +62,8 @@ class Traced:
             path = folder / f"{self.name}_L{layers}_sm{chip}.json"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                save(trace(self.make(layers), machine=card), path)
+                checkpoints = "dissolve" if self.dissolve else "respect"
+                save(trace(self.make(layers), machine=card, checkpoints=checkpoints), path)
             found.append(load(path, Dataflow))
         return tuple(found)
 

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from cotrain_compile.errors import did_you_mean
 from cotrain_compile.machine import LARGEST
-from cotrain_compile.placement.policies import RULES
+from cotrain_compile.placement.published import EVERY_RULE
 
 POLICIES = (
     "auto",
-    *RULES,
+    *EVERY_RULE,
     "fraction:auto",
     "greedy",
     "lp-round",

@@ -134,7 +134,8 @@ def _reordered(dataflow: Dataflow, order: OpOrder, moved: Sequence[MovedOps]) ->
 def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
     """What crosses the link for the uses of each parameter or kept gradient on the host."""
     on_host = [name for name in _params(dataflow) if placement.is_off_device(name)]
-    copies = low_precision_copies(dataflow) if on_host else {}
+    narrow = on_host and not placement.fetched_whole
+    copies = low_precision_copies(dataflow) if narrow else {}
     fetched = {param: copies.get(param, param) for param in on_host}
     return fetched | {name: name for name in gradients_at_home(dataflow, placement)}
 

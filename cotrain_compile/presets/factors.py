@@ -32,11 +32,11 @@ CONSTANTS: Mapping[str, float] = {
 }
 
 # Between which published steps lie, as a part of what is predicted, with their family left out of
-# the fit: eight of ten rows that are compiled, as a plan's step is. Of those there are only five,
-# one of them a BERT that skips its padding; of 42 eager ones eight of ten lie within 0.86 to 1.19.
-# A card that waits for its host is slower: two small compiled steps on an H200 took 1.3 times what
-# is predicted of them, a tenth to a fifth of it without a kernel.
-RANGE = 0.67, 1.35
+# the fit: eight of ten rows that are compiled, as a plan's step is, as `bench.published.fit` says.
+# Of those there are only five, one of them a BERT that skips its padding; of 42 eager ones eight of
+# ten lie within 0.89 to 1.19. A card that waits for its host is slower: two small compiled steps on
+# an H200 took 1.3 times what is predicted of them, a tenth to a fifth of it without a kernel.
+RANGE = 0.69, 1.28
 
 _BY_KIND: Mapping[str, str] = {
     OpKind.PRODUCT: "products",

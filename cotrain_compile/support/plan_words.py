@@ -10,6 +10,9 @@ from collections.abc import Mapping
 _WAYS: Mapping[str, str] = {
     "resident": "everything on the device",
     "zero-offload": "ZeRO-Offload's rule",
+    "torchao-offload": "torchao's CPUOffloadOptimizer",
+    "zero-infinity": "ZeRO-Infinity's rule",
+    "fsdp-offload": "FSDP's CPU offload",
     "coarse": "all updates on the host, early",
     "streamed": "all optimizer states streamed",
     "greedy": "greedy choice",

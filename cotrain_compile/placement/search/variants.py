@@ -19,8 +19,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
-from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.published import any_rule
 from cotrain_compile.placement.recompute.levels import (
     RegionLevels,
     StepLevel,
@@ -123,8 +123,9 @@ class Variant:
 
     def by_rule(self, name: str) -> Placement:
         """What the simple rule `name` decides about this step."""
-        placement = rule(name)(self.problem.dataflow)
-        return replace(placement, recomputed=self.recomputed)
+        placement = any_rule(name)(self.problem.dataflow)
+        again = dict.fromkeys((*placement.recomputed, *self.recomputed))
+        return replace(placement, recomputed=tuple(again))
 
 
 def fastest_of(

@@ -46,7 +46,11 @@ from cotrain_compile.runtime.calibrate.op_factors import (
     name_of,
     product_flops_per_s,
 )
-from cotrain_compile.runtime.calibrate.op_rates import elements_per_s, fresh_bytes_per_s
+from cotrain_compile.runtime.calibrate.op_rates import (
+    elements_per_s,
+    fresh_bytes_per_s,
+    least_op_s,
+)
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.setup import pool
@@ -185,19 +189,25 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
     count = sizes.copy_bytes // 4
     x, y, total = (torch.ones(count, device=device) for _ in range(3))
     add_s = sizes.least_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)))
+    return TierSpec(
+        capacity_bytes=capacity_bytes,
+        bytes_per_s=3 * 4 * count / add_s,
+        flops_per_s=flops_per_s,
+        launch_s=least_op_s(sizes.repeats, bench.seconds, sizes.until_s)
+        if on_host
+        else _launch_s(bench, device, sizes),
+    )
+
+
+def _launch_s(bench: Bench, device: torch.device, sizes: Sizes) -> float:
+    """Seconds of a kernel that does nothing, behind others."""
     one = torch.ones(1, device=device)
 
     def launches() -> None:
         for _ in range(_CALLS_PER_LAUNCH_SAMPLE):
             torch.add(one, one, out=one)
 
-    launches_s = sizes.least_s(lambda: bench.seconds(launches))
-    return TierSpec(
-        capacity_bytes=capacity_bytes,
-        bytes_per_s=3 * 4 * count / add_s,
-        flops_per_s=flops_per_s,
-        launch_s=launches_s / _CALLS_PER_LAUNCH_SAMPLE,
-    )
+    return sizes.least_s(lambda: bench.seconds(launches)) / _CALLS_PER_LAUNCH_SAMPLE
 
 
 def _host_update(

@@ -23,6 +23,7 @@ from cotrain_compile.presets import (
     with_changes,
 )
 from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.presets.factors import RANGE
 from cotrain_compile.support.limits import (
     cgroup_cores,
     cgroup_memory_limit_bytes,
@@ -268,6 +269,11 @@ def test_published_steps_bound_what_a_preset_predicts_and_nothing_else() -> None
     assert found is not None
     assert found[0] < 2.0 < found[1]
     assert published_range_s("my-machine", 2.0) is None
+
+
+def test_the_range_is_that_of_compiled_steps_in_the_last_fit() -> None:
+    fitted = json.loads(Path("bench/results/published_steps.json").read_text())["result"]
+    assert fitted["published over predicted, eight of ten"]["compiled"] == list(RANGE)
 
 
 def test_factors_are_of_cards_and_follow_what_they_differ_in() -> None:

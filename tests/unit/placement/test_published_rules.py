@@ -1,0 +1,80 @@
+"""The rules of other systems move what those systems are known to move, in plans that are sound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.published import PUBLISHED, any_rule
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.solve import solve
+from cotrain_compile.plan import Plan
+from cotrain_compile.presets import find
+from tests.support.dataflows import chain, mixed_precision_step
+
+PLENTY = {Tier.DEVICE: 1 << 50, Tier.HOST: 1 << 50}
+# Of the layers between the first and the last, whose weights are away from forward to backward.
+LAYERS = 40
+
+
+def plan_of(step: Dataflow, policy: str) -> Plan:
+    problem = formulate(step, find("h100"), PLENTY)
+    plan = schedule(problem, any_rule(policy)(step))
+    check(problem, plan)
+    return plan
+
+
+def bytes_a_parameter(step: Dataflow, policy: str) -> tuple[float, float]:
+    """Down and up, of a float32 parameter."""
+    parameters = sum(step.buffer[group.param].nbytes for group in step.updates) / 4
+    plan = plan_of(step, policy)
+    return plan.bytes_moved("offload") / parameters, plan.bytes_moved("prefetch") / parameters
+
+
+@pytest.mark.parametrize(
+    ("policy", "down", "up"),
+    [
+        ("zero-offload", 2, 2),
+        ("torchao-offload", 2, 4),
+        ("zero-infinity", 2, 2 + 2),
+        ("fsdp-offload", 2, 4 + 4),
+    ],
+)
+def test_in_mixed_precision_each_moves_what_its_system_does(
+    policy: str, down: float, up: float
+) -> None:
+    step = mixed_precision_step(LAYERS, params=1000, batch_bytes=1000)
+    moved_down, moved_up = bytes_a_parameter(step, policy)
+    assert moved_down == pytest.approx(down)
+    assert moved_up == pytest.approx(up, rel=2 / LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "up"), [("torchao-offload", 1), ("zero-infinity", 2), ("fsdp-offload", 2)]
+)
+def test_in_one_precision_weights_come_once_or_twice(policy: str, up: int) -> None:
+    down, moved_up = bytes_a_parameter(chain(LAYERS), policy)
+    assert down == pytest.approx(4)
+    assert moved_up == pytest.approx(4 * up, rel=2 / LAYERS)
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+@given(layers=st.integers(1, 6), params=st.integers(1, 2000), mixed=st.booleans())
+def test_their_plans_are_sound(policy: str, layers: int, params: int, mixed: bool) -> None:
+    """`plan_of` checks them."""
+    step = mixed_precision_step(layers, params=params, batch_bytes=1000) if mixed else chain(layers)
+    assert plan_of(step, policy).tasks
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+def test_solve_takes_them_by_name(policy: str) -> None:
+    problem = formulate(mixed_precision_step(4, params=1000), find("h100"), PLENTY)
+    plan = solve(problem, SolveSettings(policy=policy))
+    assert plan.placement.policy == policy
+    assert plan.predicted.makespan_s == plan_of(problem.dataflow, policy).predicted.makespan_s
