@@ -32,6 +32,8 @@ MAGNITUDES = (0.0, 1e-30, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8)
 UNUSUAL = (torch.inf, -torch.inf, torch.nan)
 # Of a large tensor one draw has all of them many times over.
 SEEDS, ENOUGH_ELEMENTS = 3, 1 << 12
+# Drawn, and compared, at a time: beside what a large update takes itself it is little memory.
+PART_ELEMENTS = 1 << 20
 # States that are sums of squares.
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
@@ -84,13 +86,16 @@ def _drawn(region: fx.GraphModule, seed: int, with_unusual: bool) -> Iterator[An
         if not shape:
             yield made.fill_(1.0 + 6.0 * seed).to(value.dtype)  # a step count or a coefficient
             continue
-        chosen = torch.randint(len(MAGNITUDES), shape, generator=generator)
-        signed = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+        count, dtype = made.numel(), _widened(value.dtype)
+        part = min(count, PART_ELEMENTS)
+        chosen = torch.randint(len(MAGNITUDES), (part,), generator=generator)
+        signed = torch.rand(part, generator=generator, dtype=torch.float64) * 2 - 1
         drawn = signed * magnitudes[chosen]
-        if with_unusual and drawn.numel():
-            at = torch.randint(drawn.numel(), (len(UNUSUAL),), generator=generator)
-            drawn.view(-1)[at] = torch.tensor(UNUSUAL, dtype=torch.float64)
-        yield made.to(_widened(value.dtype)).copy_(drawn)
+        if with_unusual and part:
+            at = torch.randint(part, (len(UNUSUAL),), generator=generator)
+            drawn[at] = torch.tensor(UNUSUAL, dtype=torch.float64)
+        again = drawn.to(dtype).repeat(-(-count // max(1, part)))
+        yield made.to(dtype).copy_(again[:count].view(shape))
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
@@ -164,6 +169,12 @@ def _close(
     """Element by element, but for those `lost`; where one is not finite, the other is the same."""
     if not old.is_floating_point():
         return bool(torch.equal(exact, fast))
+    if old.dim() and old.shape[0] > 1 and old.numel() > PART_ELEMENTS:
+        rows = max(1, PART_ELEMENTS * old.shape[0] // old.numel())
+        own = (value.split(rows) for value in (old, exact, fast))
+        none = itertools.repeat(None)
+        parts = zip(*own, none if lost is None else lost.split(rows), strict=False)
+        return all(itertools.starmap(_close, parts))
     old, exact, fast = old.double(), exact.double(), fast.double()
     # Of what is finite; so is what differs from it by as much.
     change, largest = (exact - old).abs(), torch.maximum(old.abs(), exact.abs())
