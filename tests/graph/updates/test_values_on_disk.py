@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cotrain_compile.entry.compiled import inspect, synchronize
+from cotrain_compile.errors import DiskError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.disk.state_files import file_of
 
@@ -45,14 +49,17 @@ class Deep:
         return losses
 
 
-@pytest.mark.parametrize("policy", ["greedy", "auto"])
+SCARCE: dict[str, Any] = {
+    "policy": "greedy",
+    "recompute": "off",
+    "split": "off",
+    "memory_budget": 7 * VALUE_BYTES,
+}
+
+
+@pytest.mark.parametrize("policy", ["greedy", pytest.param("auto", marks=pytest.mark.long)])
 def test_a_step_whose_values_rest_on_disk_is_the_same_step(policy: str, tmp_path: Path) -> None:
-    scarce: dict[str, Any] = {
-        "policy": policy,
-        "recompute": "off",
-        "split": "off",
-        "memory_budget": 7 * VALUE_BYTES,
-    }
+    scarce = {**SCARCE, "policy": policy}
     without = Deep(**scarce, host_memory_budget="1GiB")
     losses = without.train(4)
     needed = inspect(without.step).plan.predicted.peak_bytes[Tier.HOST]
@@ -69,6 +76,39 @@ def test_a_step_whose_values_rest_on_disk_is_the_same_step(policy: str, tmp_path
     for one, other in zip(with_disk.model.parameters(), without.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_drive_says_what_was_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where values are written nothing is, and the step may run again; they are read among updates.
+
+    And a drive that is full is found before the first step.
+    """
+    training = Deep(**SCARCE, host_memory_budget=5 * VALUE_BYTES, disk=tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", _raising(errno.ENOSPC))
+    with pytest.raises(DiskError, match="no room for a tensor"):
+        training.train(1)
+    monkeypatch.undo()
+    training.train(1)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    monkeypatch.setattr(os, "pwritev", _raising(errno.EIO))
+    with pytest.raises(StepFailed, match=r"offload\..* could not be written: Input/output error"):
+        training.train(1)
+    monkeypatch.undo()
+    assert all(map(torch.equal, training.model.parameters(), before))
+    training.train(1)
+    monkeypatch.setattr(os, "preadv", _raising(errno.EIO))
+    told = r"fetch\..* could not be read: Input/output error.* tensors are one step ahead of"
+    with pytest.raises(StepFailed, match=told):
+        training.train(1)
+
+
+def _raising(number: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 class Adding:
