@@ -13,11 +13,11 @@ from cotrain_compile import presets
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Machine
 from cotrain_compile.options import Options
 from cotrain_compile.options.parts import LoweringOptions, PlanningOptions
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.plan import Placement
+from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.calibrate.first_use import measured_drive, measured_machine
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
@@ -120,13 +120,13 @@ def _machine_in_memory(step: StepGraph, options: PlanningOptions) -> Machine:
 def runtime_for(
     placed: StepGraph,
     problem: Problem,
-    placement: Placement,
+    plan: Plan,
     kernels: Mapping[str, HostKernel],
     options: Options,
 ) -> Device:
     """The device that carries out the tasks of `placed`, of which `problem` has the costs.
 
-    What `placement` has on disk rests in the folder of the options.
+    What `plan` has on disk rests in the folder of the options.
     """
     device: Device
     piecewise = piecewise_tasks(placed, kernels)
@@ -152,10 +152,10 @@ def runtime_for(
             network_s=problem.costs.network_s,
         )
     device.watchdog_s = options.watchdog_s
-    if Tier.DISK in placement.homes.values():
-        resting = resting_kernels(placed, placement, kernels)
+    if plan.placement.uses_disk:
+        resting = resting_kernels(placed, plan.placement, kernels)
         folder = options.disk or tempfile.gettempdir()
-        device.use(Drive(folder, problem.dataflow, placement, resting))
+        device.use(Drive(folder, problem.dataflow, plan, resting))
     return device
 
 

@@ -355,6 +355,12 @@ class Dataflow:
         return frozenset(name for op in self.ops for name in op.writes)
 
     @cached_property
+    def read_by_updates(self) -> frozenset[str]:
+        """The buffers that some update reads."""
+        ops = (self.ops[self.position[name]] for group in self.updates for name in group.ops)
+        return frozenset(name for op in ops for name in op.reads)
+
+    @cached_property
     def kept_gradients(self) -> Mapping[str, tuple[str, ...]]:
         """The buffers found or kept in the `.grad` of each parameter that has any."""
         found: dict[str, tuple[str, ...]] = {}

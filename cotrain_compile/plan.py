@@ -56,17 +56,17 @@ class Placement:
     """Which tier each persistent buffer rests on between steps, and how each parameter is updated.
 
     `homes` has one entry for every buffer with a persistent role (on disk may rest what the host
-    updates, and frozen parameters: what uses them reads them, piece by piece); `updates` one for
-    every update group, by parameter name. A parameter at home off the device is fetched for its
-    uses: itself, or the low-precision copy of its group, which the host then makes unless all are
-    `fetched_whole`, as by systems that know of no casts. `away` names
-    what leaves the
-    device in the longest gap between two uses, from forward to backward: activations, and such
-    fetched weights, which are then fetched twice. Activations that are `refetched`, too, are gone
-    once more, in the longest gap behind that, and come back from the same copy. With
-    `early_updates` an update, wherever it runs, starts as soon as its gradient allows, otherwise
-    after the backward. With `overlap_steps` an update on the host and its weight's way back may end
-    in the next step (`Task.carried`).
+    updates, frozen parameters, and gradients kept in `.grad`: what uses them reads them, piece by
+    piece); `updates` one for every update group, by parameter name. A parameter at home off the
+    device is fetched for its uses: itself, or the low-precision copy of its group, which the host
+    then makes unless all are `fetched_whole`, as by systems that know of no casts. `away` names
+    what leaves the device in the longest gap between two uses, from forward to backward:
+    activations, and such fetched weights, which are then fetched twice. Activations that are
+    `refetched`, too, are gone once more, in the longest gap behind that, and come back from the
+    same copy. The copies of those that are `away_on_disk`, too, rest on disk. With `early_updates`
+    an update, wherever it runs, starts as soon as its gradient allows, otherwise after the
+    backward. With `overlap_steps` an update on the host and its weight's way back may end in the
+    next step (`Task.carried`).
     The updates of `speculative` parameters, all on the host, begin before the values are there that
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
     backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
@@ -89,6 +89,12 @@ class Placement:
     piece_bytes: int = 0
     refetched: tuple[str, ...] = ()
     fetched_whole: bool = False
+    away_on_disk: tuple[str, ...] = ()
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything rests on disk, or is there for a part of a step."""
+        return bool(self.away_on_disk) or Tier.DISK in self.homes.values()
 
     def is_off_device(self, name: str) -> bool:
         """Whether a persistent buffer rests on the host or on disk."""

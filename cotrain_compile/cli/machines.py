@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,10 @@ def calibrate(
     disk: Annotated[
         Path | None, typer.Option(help="A folder, whose drive is measured as well.")
     ] = None,
+    disk_tbw: Annotated[
+        float | None,
+        typer.Option(help="Terabytes that the drive is rated to have written (TBW)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this computer, for better predictions: options={"machine": "machine.json"}.
@@ -123,7 +128,8 @@ def calibrate(
     machine = result.machine
     if disk is not None:
         say_doing("reads and writes on the drive")
-        machine = machine.with_disk(measured_disk(disk, LONG_BYTES))
+        drive = replace(measured_disk(disk, LONG_BYTES), rated_bytes=1e12 * (disk_tbw or 0.0))
+        machine = machine.with_disk(drive)
     files.save(machine, output)
     if as_json:
         print(files.to_json(machine), end="")

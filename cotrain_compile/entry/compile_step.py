@@ -307,7 +307,7 @@ def compile_step(
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels, _guesses_below(problem, plan, options))
     under = allowed.under(plan.placement)
-    device = runtime_for(placed, under, plan.placement, kernels, options)
+    device = runtime_for(placed, under, plan, kernels, options)
     lowered = _lowered(step, placed, allowed, plan, options)
     return CompiledStep(problem, plan, placed, device, lowered, together)
 

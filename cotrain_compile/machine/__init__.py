@@ -248,9 +248,9 @@ class Machine:
             return None
         read, write = self.links[_READ], self.links[_WRITE]
         (path,) = (path for path in self.shared_paths if _READ in path.links)
-        capacity_bytes = self.spaces[Tier.DISK].capacity_bytes
-        rates = read.bytes_per_s, write.bytes_per_s
-        return Disk(capacity_bytes, *rates, path.together, read.latency_s)
+        space, rates = self.spaces[Tier.DISK], (read.bytes_per_s, write.bytes_per_s)
+        latency_s, rated_bytes = read.latency_s, space.rated_bytes
+        return Disk(space.capacity_bytes, *rates, path.together, latency_s, rated_bytes)
 
     def with_disk(self, disk: Disk | None) -> Machine:
         """The same machine with another drive, or with none."""
@@ -259,7 +259,7 @@ class Machine:
         paths = tuple(path for path in self.shared_paths if _READ not in path.links)
         if disk is not None:
             host, drive, latency_s = Tier.HOST.value, Tier.DISK.value, disk.latency_s
-            spaces[drive] = Space(disk.capacity_bytes)
+            spaces[drive] = Space(disk.capacity_bytes, disk.rated_bytes)
             links[_READ] = Link(disk.read_bytes_per_s, latency_s, drive, host)
             links[_WRITE] = Link(disk.write_bytes_per_s, latency_s, host, drive)
             paths += (SharedPath((_READ, _WRITE), disk.together),)

@@ -56,6 +56,7 @@ def left_on_host(
     dataflow = program.dataflow
     made: dict[str, tuple[int, int]] = {}
     carried: set[str] = set()
+    on_disk = set(placement.away_on_disk)
     for task in tasks:  # in order of issue: a copy comes before its readers
         first, wait = max(0, program.issue_slot(task)), program.wait_slot(task) + 1
         for name in _read_on_host(dataflow, task):
@@ -64,7 +65,7 @@ def left_on_host(
                 carried |= {name} if task.carried else set()
         match task:
             case Transfer():
-                rests = placement.homes.get(task.buffer) is Tier.HOST
+                rests = placement.is_off_device(task.buffer) or task.buffer in on_disk
                 name = task.buffer if task.is_offload and not (task.destination or rests) else ""
             case HostRegion():
                 name = task.makes

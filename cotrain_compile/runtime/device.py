@@ -133,15 +133,22 @@ class Device(InFlight, Runtime, ABC):
                 kernel.speculation.take_back()
 
     def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        if self.drive is not None and self.drive.stores(launch.task):
+            return self._store_afresh(self.drive, source, launch)
         return self._copy_afresh(LaneName.D2H, Tier.HOST, source, launch)
 
     def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
+        file = file_of(destination) if self.drive is not None and not launch.part else None
+        if file is not None and source.is_contiguous():
+            self._start_write(file, source.view(-1), launch)
+            return
         self._start_copy(LaneName.D2H, _part_of(destination, launch), source, launch)
 
     def use(self, drive: Drive) -> None:
         """Let `drive` have what rests on disk."""
         self.drive = drive
-        self._lanes[LaneName.DISK_READ] = WorkerLane(LaneName.DISK_READ)
+        for lane in (LaneName.DISK_READ, LaneName.DISK_WRITE):
+            self._lanes[lane] = WorkerLane(lane)
 
     def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
         file = file_of(source) if self.drive is not None else None
@@ -170,7 +177,7 @@ class Device(InFlight, Runtime, ABC):
             self._start_work(partial(kernel, inputs, self.meter, course), launch, course)
             return
         passing = resting.ask(self.drive.rooms, inputs)
-        work = partial(resting, inputs, self.meter, course, passing)
+        work = partial(resting, inputs, self.meter, course, self.drive.rooms, passing)
         self._start_work(work, launch, course)
         if passing is not None:  # a task that fails before its turn takes nothing
             self._tasks[launch.task].when_done(passing.close)
@@ -295,6 +302,10 @@ class Device(InFlight, Runtime, ABC):
         """Start to bring what is in `file` to `row` on the device; return before it is done."""
 
     @abstractmethod
+    def _start_write(self, file: StateFile, row: torch.Tensor, launch: Launch) -> None:
+        """Start to write `row` of the device to `file`; return before it is done."""
+
+    @abstractmethod
     def _start_work(
         self,
         work: Callable[[], object],
@@ -312,17 +323,25 @@ class Device(InFlight, Runtime, ABC):
         self._start_copy(lane, copied, row, launch)
         return shown
 
+    def _store_afresh(self, drive: Drive, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        """As `_copy_afresh`, of what rests on disk then."""
+        row = _copied(source, launch)
+        made = drive.destination(launch.task, row)
+        self.meter.track(made, Tier.DISK, launch.task)
+        file = file_of(made)
+        assert file is not None
+        self._start_write(file, row.view(-1), launch)
+        return made.as_strided(source.size(), source.stride(), source.storage_offset())
+
     def _new_copy(
         self, tier: Tier, source: torch.Tensor, launch: Launch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A new tensor, what of `source` is copied there, and what then shows the same of it."""
-        has_own = source.untyped_storage().nbytes() == source.nbytes
-        is_whole = source.is_contiguous() and (has_own or bool(launch.part))
-        row = source if is_whole else whole_storage(source)
+        row = _copied(source, launch)
         copied = self._allocate(tier, row, row.dtype)
         if self.counts_device or tier is Tier.HOST:
             self.meter.track(copied, tier, launch.task)
-        if is_whole:
+        if row is source:
             return copied, row, copied
         view = copied.as_strided(source.size(), source.stride(), source.storage_offset())
         return copied, row, view
@@ -371,6 +390,13 @@ def _part_of(on_host: torch.Tensor, launch: Launch) -> torch.Tensor:
         return on_host
     begin, end = launch.part
     return on_host.view(-1)[begin:end]
+
+
+def _copied(source: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """What a copy of `source` takes: itself where it has its memory alone, or else all of that."""
+    has_own = source.untyped_storage().nbytes() == source.nbytes
+    is_whole = source.is_contiguous() and (has_own or bool(launch.part))
+    return source if is_whole else whole_storage(source)
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

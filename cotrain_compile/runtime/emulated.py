@@ -129,6 +129,15 @@ class EmulatedDevice(Device):
         for here, piece in self.drive.pieces(file, dtype):
             self._copy(LaneName.H2D, row[here], piece, time.perf_counter())
 
+    def _start_write(self, file: StateFile, row: torch.Tensor, launch: Launch) -> None:
+        assert self.drive is not None
+        course = self._course(launch)
+        write = partial(self.drive.store, file, row, self._bring_down)
+        self._submit(LaneName.DISK_WRITE, launch, write, self._comes_after(launch, course), course)
+
+    def _bring_down(self, room: torch.Tensor, piece: torch.Tensor) -> None:
+        self._copy(LaneName.D2H, room, piece, time.perf_counter())
+
     def _start_work(
         self,
         work: Callable[[], object],

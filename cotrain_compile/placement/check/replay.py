@@ -300,9 +300,12 @@ class _Replay:
             assert home is not None
             target = home
         else:
-            place = f"where {task.name} leaves it on the host"
-            target = self._new_on_host(task.buffer, place)
-            rests = self.plan.placement.homes.get(task.buffer) is Tier.HOST
+            placement = self.plan.placement
+            rests = placement.is_off_device(task.buffer)
+            on_disk = placement.homes.get(task.buffer) is Tier.DISK
+            on_disk = on_disk or task.buffer in placement.away_on_disk
+            new = self._new if on_disk else self._new_on_host
+            target = new(task.buffer, f"where {task.name} leaves it on the host")
             (self.homes if rests else self.sent)[task.buffer] = target
         self._writes(task, target, source.value)
 

@@ -25,7 +25,12 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, U
 from cotrain_compile.errors import PlanError
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
+from cotrain_compile.on_disk import (
+    gradients_may_rest,
+    may_rest_on_disk,
+    value_may_rest,
+    weight_may_rest,
+)
 from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
@@ -51,7 +56,7 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
         movable.update(gradients)
         for name in gradients:
             require(
-                placement.homes[name] is placement.homes[param],
+                placement.is_off_device(name) is placement.is_off_device(param),
                 f"{name}, which lies in the .grad of {param}, is not at home where that is",
             )
     allowed = _on_disk_at_most(dataflow, placement)
@@ -59,7 +64,7 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
         require(
             home is not Tier.DISK or name in allowed,
             f"{name} is at home on disk, where only states and parameters that the host updates "
-            "may be, and frozen ones",
+            "may be, frozen ones, and gradients kept in .grad beside them",
         )
         require(
             home is Tier.DEVICE or name in movable,
@@ -80,7 +85,8 @@ def _on_disk_at_most(dataflow: Dataflow, placement: Placement) -> set[str]:
             allowed.update(may_rest_on_disk(dataflow, group))
             if mode is UpdateMode.HOST_STREAMED:
                 allowed.update(weights.intersection([group.param]))
-    return allowed
+    kept = {g for param in allowed & weights for g in gradients_may_rest(dataflow, param)}
+    return allowed | kept
 
 
 def _check_homes(dataflow: Dataflow, placement: Placement, group: UpdateGroup) -> None:
@@ -115,6 +121,15 @@ def _check_away(dataflow: Dataflow, placement: Placement) -> None:
         name for name in placement.refetched if name in placement.homes
     }
     require(not wrong, f"placement.refetched names {sorted(wrong)[:3]}, which are not sent away")
+    wrong = {
+        name
+        for name in placement.away_on_disk
+        if name not in placement.away or not value_may_rest(dataflow, name)
+    }
+    require(
+        not wrong,
+        f"placement.away_on_disk names {sorted(wrong)[:3]}, which are not away, or no large values",
+    )
 
 
 def check_tasks(dataflow: Dataflow, plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cotrain_compile.placement.decisions.clusters import ActivationCluster
 from cotrain_compile.placement.decisions.effects import (
@@ -57,6 +57,23 @@ class Away(Stays):
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
         on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
         return Effect(holds=(gone,), host_holds=(on_host,))
+
+
+@dataclass(frozen=True)
+class AwayOnDisk(Away):
+    """The same by way of the host to disk and back; of those away the schedule says which."""
+
+    words: str = "away, on disk"
+
+    def fits(self, cluster: ActivationCluster) -> bool:
+        return super().fits(cluster) and cluster.may_rest_on_disk
+
+    def effect(self, cluster: ActivationCluster) -> Effect:
+        (gone,) = super().effect(cluster).holds
+        assert gone.begins is not None and gone.ends is not None
+        written = replace(gone.begins, flow=Flow.DISK_STORE)
+        read = replace(gone.ends, flow=Flow.DISK_FETCH)
+        return Effect(holds=(gone,), moved=(written, read), disk_bytes=cluster.nbytes)
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ class MadeAgain(Stays):
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
     Stays(),
     Away(),
+    AwayOnDisk(),
     Refetched(),
     *(MadeAgain(ahead=ahead) for ahead in (0, 1, 2, 4, 8, 16, 32)),
 )

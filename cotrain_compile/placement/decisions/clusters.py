@@ -47,7 +47,8 @@ class ParamCluster:
     times in a step; where the `gradient_waits` there are buckets between its last use and the
     update. On guesses the update may begin after bucket `guessed`, None where there is nothing to
     guess or nothing gained; to save its `second_bytes` takes `saving_s`. Of the states `disk_bytes`
-    may rest on disk, of the parameters `disk_param_bytes`, none where nothing may.
+    may rest on disk, of the parameters `disk_param_bytes`, of what lies in their `.grad`
+    `disk_kept_bytes`, none where nothing may.
     """
 
     params: tuple[str, ...]
@@ -84,6 +85,7 @@ class ParamCluster:
     saving_s: float = 0.0
     disk_bytes: int = 0
     disk_param_bytes: int = 0
+    disk_kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class ActivationCluster:
     that they are on the host already. `again` says what it takes to make them again, None where
     that is not to be decided here; `from_level` where a decision about the levels of regions makes
     them again, so that they are not away as well. `slots` are those of the uses before and behind,
-    where all have the same and single ops count.
+    where all have the same and single ops count. What is away may be on disk where it
+    `may_rest_on_disk`.
     """
 
     buffers: tuple[str, ...]
@@ -133,3 +136,4 @@ class ActivationCluster:
     again: Again | None = None
     from_level: RegionLevel | None = None
     slots: tuple[int, int] | None = None
+    may_rest_on_disk: bool = False

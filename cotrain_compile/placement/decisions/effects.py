@@ -33,6 +33,7 @@ class Flow(StrEnum):
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
     DISK_FETCH = "disk_fetch"
+    DISK_STORE = "disk_store"
 
     @property
     def lane(self) -> Lane:
@@ -60,6 +61,7 @@ _LANES = {
     Flow.DISK_READ: Lane.DISK_READ,
     Flow.DISK_WRITE: Lane.DISK_WRITE,
     Flow.DISK_FETCH: Lane.DISK_READ,
+    Flow.DISK_STORE: Lane.DISK_WRITE,
 }
 
 

@@ -16,7 +16,12 @@ from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
 from cotrain_compile.guesses import guesses_of, second_bytes
-from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
+from cotrain_compile.on_disk import (
+    gradients_may_rest,
+    may_rest_on_disk,
+    value_may_rest,
+    weight_may_rest,
+)
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
@@ -74,6 +79,7 @@ def activation_clusters(
     candidates = list(_leaving(step, floor_bytes, again, behind=behind))
     total = sum(buffer.nbytes for buffer, _, _ in candidates)
     most = total if everything else total // pieces + 1
+    has_disk, dataflow = bool(step.problem.disk_bytes), step.dataflow
     together = Counter[_Slots]()
     for buffer, _, slots in candidates if by_op else ():
         together[slots] += buffer.nbytes
@@ -96,6 +102,7 @@ def activation_clusters(
             again=_least(part, again) if alike else None,
             from_level=level,
             slots=alone,
+            may_rest_on_disk=has_disk and all(value_may_rest(dataflow, b.name) for b in part),
         )
         for (gap, alike, level, alone), buffers in clusters.items()
         for part in _parts(buffers, most)
@@ -324,6 +331,7 @@ def _cluster(
         saving_s=sum(step.problem.saving_s(g.param) for g in groups),
         disk_bytes=sum(_disk_bytes(step, group) for group in groups),
         disk_param_bytes=sum(_disk_param_bytes(step, p.name) for p in params),
+        disk_kept_bytes=sum(_disk_kept_bytes(step, p.name) for p in params),
     )
 
 
@@ -343,6 +351,13 @@ def _disk_param_bytes(step: BucketedStep, param: str) -> int:
     if not step.problem.disk_bytes or not weight_may_rest(step.dataflow, param):
         return 0
     return step.dataflow.buffer[param].nbytes
+
+
+def _disk_kept_bytes(step: BucketedStep, param: str) -> int:
+    """Bytes of what lies in its `.grad` before the step, or after it, where that may."""
+    if not step.problem.disk_bytes:
+        return 0
+    return sum(step.dataflow.buffer[n].nbytes for n in gradients_may_rest(step.dataflow, param))
 
 
 def _most_fetches(step: BucketedStep, param: _Param) -> int:

@@ -10,11 +10,11 @@ those of activations are in `activation_strategies`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
+from cotrain_compile.on_disk import gradients_may_rest, may_rest_on_disk, weight_may_rest
 from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.effects import (
     Demand,
@@ -72,7 +72,8 @@ class Strategy:
     is at home on the device. With `gradient_away` the gradient leaves the device until its update.
     With `guesses` an update on the host does not wait for what mostly changes nothing. With
     `on_disk` large states rest on disk, and are read and written piece by piece while it runs; so
-    do large parameters with `weight_on_disk`, which are then fetched or cast from there.
+    do large parameters with `weight_on_disk`, which are then fetched or cast from there, and what
+    lies in their `.grad` with `kept_on_disk`.
     """
 
     mode: UpdateMode | None
@@ -81,6 +82,7 @@ class Strategy:
     guesses: bool = False
     on_disk: bool = False
     weight_on_disk: bool = False
+    kept_on_disk: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -92,6 +94,7 @@ class Strategy:
         """The strategy as people read it."""
         mode = "frozen" if self.mode is None else _MODES[self.mode] + ", speculative" * self.guesses
         what = ["states"] * self.on_disk + ["weight"] * self.weight_on_disk
+        what += ["kept gradient"] * self.kept_on_disk
         mode += f", {' and '.join(what)} on disk" if what else ""
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
@@ -109,6 +112,8 @@ class Strategy:
             return False
         if self.weight_on_disk > bool(cluster.disk_param_bytes):
             return False
+        if self.kept_on_disk > bool(cluster.disk_kept_bytes):
+            return False
         return cluster.gradient_waits or not self.gradient_away
 
     def placed(self, dataflow: Dataflow, param: str, fetched: str) -> Placed:
@@ -120,6 +125,8 @@ class Strategy:
         homes = dict.fromkeys((param, *dataflow.kept_gradients.get(param, ())), home)
         if self.weight_on_disk and weight_may_rest(dataflow, param):
             homes[param] = Tier.DISK
+        if self.kept_on_disk:
+            homes |= dict.fromkeys(gradients_may_rest(dataflow, param), Tier.DISK)
         away = [fetched] if self.fetches == 2 else []
         group = dataflow.update.get(param)
         if group is None or self.mode is None:
@@ -142,7 +149,11 @@ class Strategy:
         update = self._update(cluster)
         return Effect(
             holds=(*self._weights(cluster), *self._states(cluster), *self._gradients(cluster)),
-            moved=(*self._kept_gradients(cluster), *self._host_demands(cluster)),
+            moved=(
+                *self._kept_gradients(cluster),
+                *self._kept_on_disk(cluster),
+                *self._host_demands(cluster),
+            ),
             transients=self._transients(cluster),
             device_work=self._device_work(cluster),
             update=update,
@@ -152,6 +163,10 @@ class Strategy:
         )
 
     def _disk_bytes(self, c: ParamCluster) -> int:
+        return self._updated_bytes(c) + c.disk_kept_bytes * self.kept_on_disk
+
+    def _updated_bytes(self, c: ParamCluster) -> int:
+        """Of what rests on disk, what an update reads and writes."""
         return c.disk_bytes * self.on_disk + c.disk_param_bytes * self.weight_on_disk
 
     def _weights(self, c: ParamCluster) -> list[Hold]:
@@ -207,9 +222,18 @@ class Strategy:
             Demand(Flow.KEPT_UP, c.kept.nbytes, needed=bucket, certain=number == 0)
             for number, bucket in enumerate(uses)
         ]
-        if c.kept.written is None:
-            return up
-        return [*up, Demand(Flow.KEPT_DOWN, c.kept.nbytes, released=c.kept.written)]
+        down = [Demand(Flow.KEPT_DOWN, c.kept.nbytes, released=c.kept.written)]
+        return up if c.kept.written is None else up + down
+
+    def _kept_on_disk(self, c: ParamCluster) -> list[Demand]:
+        """The same of the drive. An update on the host reads it there, which no bound counts."""
+        if not self.kept_on_disk:
+            return []
+        flows = {Flow.KEPT_UP: Flow.DISK_FETCH, Flow.KEPT_DOWN: Flow.DISK_STORE}
+        return [
+            replace(demand, flow=flows[demand.flow], amount=c.disk_kept_bytes)
+            for demand in self._kept_gradients(c)
+        ]
 
     def _host_demands(self, c: ParamCluster) -> list[Demand]:
         """Casts and updates on the host, and a weight that goes there and comes back."""
@@ -228,7 +252,7 @@ class Strategy:
             demands += [Demand(Flow.DISK_FETCH, c.disk_param_bytes, needed=k) for k in needed]
         if self.on_disk:
             # To read it, all of a step is time enough for a bound: rooms are what limits it.
-            read = Demand(Flow.DISK_READ, self._disk_bytes(c), c.release, None, 0)
+            read = Demand(Flow.DISK_READ, self._updated_bytes(c), c.release, None, 0)
             demands += [read, Demand(Flow.DISK_WRITE, read.amount, released=c.release)]
         if self.mode is UpdateMode.HOST:
             back = Demand(Flow.NEW_WEIGHT, c.param_bytes, released=c.release, needed_again=c.first)
@@ -315,10 +339,15 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     Strategy(UpdateMode.HOST, 0, on_disk=True),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True) for fetches in (1, 2)),
     *(
-        Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True, weight_on_disk=True)
+        Strategy(UpdateMode.HOST_STREAMED, fetches, False, False, True, True, kept_on_disk)
+        for kept_on_disk in (False, True)
         for fetches in (1, 2)
     ),
-    *(Strategy(None, fetches, weight_on_disk=True) for fetches in (1, 2)),
+    *(
+        Strategy(None, fetches, weight_on_disk=True, kept_on_disk=kept_on_disk)
+        for kept_on_disk in (False, True)
+        for fetches in (1, 2)
+    ),
 )
 
 

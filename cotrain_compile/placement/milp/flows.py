@@ -16,10 +16,11 @@ from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import Model, Total, amount_of, in_mib
 from cotrain_compile.plan import Lane
 
-# These are there where something is kept in `.grad`, and where states may rest on disk.
+# These are there where something is kept in `.grad`, and where something may rest on disk.
 _KEPT = (Flow.KEPT_UP, Flow.KEPT_DOWN)
 _DISK = (Flow.DISK_READ, Flow.DISK_WRITE)
 _DISK_FETCH = (Flow.DISK_FETCH,)
+_DISK_STORE = (Flow.DISK_STORE,)
 # Where steps overlap, what the step before has left to do of these has totals of its own.
 _LATE = {Flow.HOST_UPDATE: "late_host", Flow.NEW_WEIGHT: "late_back"}
 
@@ -73,7 +74,7 @@ def add_flows(model: Model) -> Flows:
         for demand in option.effect.demands:
             if demand.certain or not model.relaxed:
                 asked[demand.flow].append((demand, amount_of(demand) * option.z))
-    for some in (_KEPT, _DISK, _DISK_FETCH):
+    for some in (_KEPT, _DISK, _DISK_FETCH, _DISK_STORE):
         if not any(asked[flow] for flow in some):
             asked = {flow: demands for flow, demands in asked.items() if flow not in some}
     own = {flow: Total(flow.value, model) for flow in asked}

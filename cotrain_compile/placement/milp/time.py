@@ -93,7 +93,7 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
 
 def _add_disk(model: Model, flows: Flows) -> None:
     """Each way of the drive, and both together, have so much time a bucket."""
-    if not flows.on(Lane.DISK_READ):
+    if not (flows.on(Lane.DISK_READ) or flows.on(Lane.DISK_WRITE)):
         return
     shared = model.machine.slowdown(Lane.DISK_READ, (Lane.DISK_WRITE,))
     for k, length in enumerate(model.length):

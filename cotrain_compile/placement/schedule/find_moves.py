@@ -314,7 +314,7 @@ class _Finder:
         touched = program.touches.get(program.fetched.get(param, param), [])
         written = [self.dataflow.buffer[name] for name in (param, *group.states)]
         in_step = self.windows[param][1] < program.end or any(b.is_output for b in written)
-        in_step = in_step or self.placement.homes.get(group.gradient) is Tier.HOST
+        in_step = in_step or self.placement.is_off_device(group.gradient)
         if in_step or not touched:
             return None
         return touched[0]
@@ -375,7 +375,7 @@ class _Finder:
             last = self.program.touches[name][-1]
             send = self._send(gradient, last, last + 1)
             return [_fetch(gradient, earliest, send.name)], 0
-        held = gradient.is_passing or self.placement.homes.get(name) is Tier.HOST
+        held = gradient.is_passing or self.placement.is_off_device(name)
         return [], gradient.nbytes if held else 0
 
     def _window(self, group: UpdateGroup, guesses: tuple[str, ...] = ()) -> tuple[int, int]:
@@ -402,8 +402,8 @@ class _Finder:
 
     def _leaves(self, gradient: Buffer) -> bool:
         """Whether the device sends a gradient away, and fetches it for an update there."""
-        on_host = self.placement.homes.get(gradient.name) is Tier.HOST
-        rests = on_host or (gradient.is_passing and gradient.name in self.away)
+        off_device = self.placement.is_off_device(gradient.name)
+        rests = off_device or (gradient.is_passing and gradient.name in self.away)
         return rests and not gradient.is_input
 
 

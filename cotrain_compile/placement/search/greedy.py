@@ -167,7 +167,7 @@ def _busy_s(effect: Effect, machine: Machine) -> float:
         for lane in (Lane.H2D, Lane.D2H)
     )
     if effect.disk_bytes:
-        for flows in ((Flow.DISK_READ, Flow.DISK_FETCH), (Flow.DISK_WRITE,)):
+        for flows in ((Flow.DISK_READ, Flow.DISK_FETCH), (Flow.DISK_WRITE, Flow.DISK_STORE)):
             ends = machine.links[flows[0].lane].ends
             link_s = max(link_s, machine.copy_s(effect.bytes_of(*flows), *ends, copies=0))
     update = effect.update

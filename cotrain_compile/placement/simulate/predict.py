@@ -2,8 +2,8 @@
 
 An update of what rests on disk is works on the host and the drive. It reads pieces ahead of its
 turn, as far as there are rooms, updates each when it has come, and writes it back beside the next.
-Casts and fetches read so, too. Here each goes in a few parts of several pieces: that is enough for
-them to overlap as they do when all pieces are counted.
+Casts and fetches read so, too, and offloads write. Here each goes in a few parts of several pieces:
+that is enough for them to overlap as they do when all pieces are counted.
 
 In the steady state a step is repeated until each is like the one before, with the tasks that are
 carried into the next one. Its makespan is the period: what training takes for each step.
@@ -18,7 +18,7 @@ from typing import Any, assert_never
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Contention, Machine, Tier
-from cotrain_compile.on_disk import PIECE_BYTES, resting
+from cotrain_compile.on_disk import PIECE_BYTES, read_for_update, resting
 from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
@@ -51,9 +51,13 @@ class FromDisk:
     """The works of what reads from disk, in their order of issue, which is that of the drive's."""
 
     def __init__(self, placed: PlacedStep) -> None:
-        self._placed = placed
+        self._placed, self._machine = placed, placed.problem.machine
+        homes = placed.placement.homes.items()
+        self._on_disk = {name for name, tier in homes if tier is Tier.DISK}
+        self._on_disk |= set(placed.placement.away_on_disk)
         self._written: list[str] = []  # of all parts of updates so far
         self._used: list[str] = []  # of all parts of casts and fetches
+        self._stored: list[str] = []  # of all parts of offloads
 
     def works_of(self, task: Task, work: Work, begins: tuple[str, ...]) -> Iterator[Work]:
         """`work`, which is all of `task`, with its reads and writes where it has any.
@@ -61,18 +65,16 @@ class FromDisk:
         An update `begins` to read where it is issued, and holds the host until its last write. What
         a cast or a fetch reads may be what a task has written that it comes after.
         """
-        names = self._read_by(task)
+        if task.is_offload:
+            yield from self._stores(task, work)
+            return
+        names, written = self._read_by(task)
         if not names:
             yield work
             return
-        is_update = isinstance(task, HostRegion) and not task.makes
-        sizes = [self._placed.dataflow.buffer[name].nbytes for name in names]
-        parts = min(PARTS, -(-max(sizes) // PIECE_BYTES))
-        machine, nbytes, name = self._placed.problem.machine, sum(sizes) / parts, work.name
-        copies = -(-max(sizes) // PIECE_BYTES) / parts * len(sizes)
-        latency_s = machine.links[Lane.DISK_READ].latency_s * copies
-        read_s = machine.copy_s(nbytes, Tier.DISK, Tier.HOST, copies=0) + latency_s
-        write_s = machine.copy_s(nbytes, Tier.HOST, Tier.DISK, copies=0) + latency_s
+        is_update, name = isinstance(task, HostRegion) and not task.makes, work.name
+        parts = self._parts(names)
+        read_s, write_s = self._read_s(names) / parts, self._write_s(written) / parts
         passed = self._written if is_update else self._used
         for part in range(parts):
             is_last = part == parts - 1
@@ -88,8 +90,44 @@ class FromDisk:
                 yield Work(write, Lane.DISK_WRITE, write_s, (use,))
             passed.append(write if is_update else use)
 
-    def _read_by(self, task: Task) -> tuple[str, ...]:
-        """What `task` reads from disk; an update writes it there."""
+    def _stores(self, task: Task, work: Work) -> Iterator[Work]:
+        """An offload to disk: each part is written when it has crossed the link to a room."""
+        names = [task.buffer] if isinstance(task, Transfer) and task.buffer in self._on_disk else []
+        if not names:
+            yield work
+            return
+        parts, name = self._parts(names), work.name
+        for part in range(parts):
+            down = f"down.{part}.{name}"
+            room = self._stored[-AHEAD : len(self._stored) - AHEAD + 1]
+            before = work.after if part == 0 else (f"down.{part - 1}.{name}",)
+            yield Work(down, work.lane, work.seconds / parts, (*before, *room), work.after_previous)
+            write = name if part == parts - 1 else f"{part}.{name}"
+            yield Work(write, Lane.DISK_WRITE, self._write_s(names) / parts, (down,))
+            self._stored.append(write)
+
+    def _parts(self, names: Sequence[str]) -> int:
+        return min(PARTS, -(-max(self._sizes(names)) // PIECE_BYTES))
+
+    def _sizes(self, names: Sequence[str]) -> list[int]:
+        return [self._placed.dataflow.buffer[name].nbytes for name in names]
+
+    def _read_s(self, names: Sequence[str]) -> float:
+        """Seconds to read all of what is called so, piece by piece."""
+        moved = self._machine.copy_s(sum(self._sizes(names)), Tier.DISK, Tier.HOST, copies=0)
+        return moved + self._latency_s(names)
+
+    def _write_s(self, names: Sequence[str]) -> float:
+        """The same to write it."""
+        moved = self._machine.copy_s(sum(self._sizes(names)), Tier.HOST, Tier.DISK, copies=0)
+        return moved + self._latency_s(names)
+
+    def _latency_s(self, names: Sequence[str]) -> float:
+        copies = sum(-(-nbytes // PIECE_BYTES) for nbytes in self._sizes(names))
+        return self._machine.links[Lane.DISK_READ].latency_s * copies
+
+    def _read_by(self, task: Task) -> tuple[Sequence[str], Sequence[str]]:
+        """What `task`, which is no offload, reads from disk, and what of it is written there."""
         placement = self._placed.placement
         match task:
             case Transfer():
@@ -98,10 +136,12 @@ class FromDisk:
                 read = (task.param,)
             case HostRegion():
                 group = self._placed.dataflow.update[task.param]
-                return () if task.guesses else resting(placement, group)
+                if task.guesses:
+                    return (), ()
+                return read_for_update(placement, group), resting(placement, group)
             case _:
                 assert_never(task)
-        return tuple(name for name in read if placement.homes.get(name) is Tier.DISK)
+        return tuple(name for name in read if name in self._on_disk), ()
 
 
 # What starting a task takes for each further member of a bundle, of a task by itself: the mean of
@@ -260,7 +300,7 @@ def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float])
             seconds = problem.costs.network_s[op.name]
             works.append(Work(exchange_of(op.name), Lane.NETWORK, seconds, (op.name,)))
     ahead = _ahead_in_bundles(tasks)
-    from_disk = FromDisk(placed) if Tier.DISK in placed.placement.homes.values() else None
+    from_disk = FromDisk(placed) if placed.placement.uses_disk else None
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
+from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
 from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.copy_streams import (
@@ -282,29 +283,53 @@ class CudaDevice(Device):
 
     def use(self, drive: Drive) -> None:
         super().use(drive)
-        drive.reading.pinning = self._card.pin, self._card.unpin
+        for rooms in (drive.reading, drive.writing):
+            rooms.pinning = self._card.pin, self._card.unpin
 
     def _start_read(
         self, row: torch.Tensor, file: StateFile, dtype: torch.dtype, launch: Launch
     ) -> None:
-        """On a thread and a stream of its own: when the task is done, the card has all of it."""
-        self._streams.give_batch()
-        card, place, before = self._card, self._streams.place_of(launch), self._known(launch)
-        copies = [task for task in before if isinstance(task, IssuedCopy)]
         drive = self.drive
         assert drive is not None
 
-        def read() -> None:
+        def read(copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+            for here, piece in drive.pieces(file, dtype):
+                copy(row[here], piece)
+
+        self._start_passing(LaneName.DISK_READ, read, launch)
+
+    def _start_write(self, file: StateFile, row: torch.Tensor, launch: Launch) -> None:
+        assert self.drive is not None
+        self._start_passing(LaneName.DISK_WRITE, partial(self.drive.store, file, row), launch)
+
+    def _start_passing(
+        self,
+        lane: LaneName,
+        passes: Callable[[Callable[[torch.Tensor, torch.Tensor], None]], None],
+        launch: Launch,
+    ) -> None:
+        """Start `passes`, which copies pieces, on a thread and a stream of its own.
+
+        When the task is done, so are its copies: a piece is in its room until then.
+        """
+        self._streams.give_batch()
+        card, place, before = self._card, self._streams.place_of(launch), self._known(launch)
+        copies = [task for task in before if isinstance(task, IssuedCopy)]
+
+        def run() -> None:
             card.bind_thread()
             stream = card.stream()
             for event in (place, *_ends(copies)):
                 card.hold(stream, event)
-            for here, piece in drive.pieces(file, dtype):
-                card.copy(stream, row[here], piece)
-                card.record(stream).synchronize()  # the piece is in its room until then
 
-        lane = self._lanes[LaneName.DISK_READ]
-        self._tasks[launch.task] = lane.submit(launch.task, read, before, WHOLE)
+            def copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+                card.copy(stream, destination, source)
+                card.record(stream).synchronize()
+
+            passes(copy)
+
+        course = self._course(launch)
+        self._tasks[launch.task] = self._lanes[lane].submit(launch.task, run, before, course)
 
     def _start_work(
         self,

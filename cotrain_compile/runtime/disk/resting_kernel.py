@@ -8,7 +8,7 @@ its gradient and its way back to the device go along as they do without a disk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,27 +31,45 @@ from cotrain_compile.runtime.task_nodes import region_calls
 class RestingKernel:
     """Runs `kernel` on what passes through rooms, of the inputs at `places`.
 
-    What is no loop through rows in order works on the mappings of the files instead.
+    The last of them is the gradient with `gradient_rests`, which is only read. It is `late` where
+    the step writes some gradient that rests there: then nothing is read before its turn. What is no
+    loop through rows in order works on the mappings of the files instead.
     """
 
     kernel: HostKernel
     places: Sequence[int]
+    gradient_rests: bool = False
+    late: bool = False
 
     def ask(self, rooms: Rooms, inputs: Sequence[Any]) -> Passing | None:
-        """Let what rests begin to come; None where the update works on the mappings."""
+        """Let what rests begin to come; None where it is late, or works on the mappings."""
+        return None if self.late else self._asked(rooms, inputs)
+
+    def _asked(self, rooms: Rooms, inputs: Sequence[Any]) -> Passing | None:
         files = [file for place in self.places if (file := file_of(inputs[place])) is not None]
         kernel = self.kernel
         if not isinstance(kernel, FusedKernel) or kernel.after is not None:
             return None
-        own = [inputs[place] for place in kernel.positions.values()]
+        if self.gradient_rests and kernel.gradient.shown != self.places[-1]:
+            return None  # it is no row of the gradient that comes by pieces
+        own = [inputs[place] for place in {*kernel.positions.values(), *self.places}]
         if len(files) < len(self.places) or not all(tensor.is_contiguous() for tensor in own):
             return None
-        return rooms.ask(files, inputs[self.places[0]].nbytes)
+        if len({(inputs[place].nbytes, inputs[place].dtype) for place in self.places}) > 1:
+            return None
+        return rooms.ask(files, files[0].nbytes, read_only=int(self.gradient_rests))
 
     def __call__(
-        self, inputs: Sequence[Any], meter: MemoryMeter, course: Course, passing: Passing | None
+        self,
+        inputs: Sequence[Any],
+        meter: MemoryMeter,
+        course: Course,
+        rooms: Rooms,
+        passing: Passing | None,
     ) -> None:
         """Update; returns when all is on disk. Raises `DiskError` and what the kernel raises."""
+        if self.late:
+            passing = self._asked(rooms, inputs)
         if passing is None:
             self.kernel(inputs, meter, course)
             self._leave_no_pages(inputs)
@@ -79,11 +97,12 @@ class RestingKernel:
     ) -> None:
         tensors, source, small, settings = kernel.begin(inputs, meter)
         source = source.contiguous().view(-1)
+        gradient_at = len(self.places) - 1 if self.gradient_rests else None
         rows = {name: t.view(-1) if t.dim() else t for name, t in tensors.items()}
         names = {place: name for name, place in kernel.positions.items()}
-        resting = [names[place] for place in self.places]
-        for part, here in self._parts(course, passing, rows, resting):
-            own = source[here]
+        resting = [names[place] for place in self.places[:gradient_at]]
+        for part, here, gradient in self._parts(course, passing, rows, resting):
+            own = source[here] if gradient is None else gradient
             # Ops on the gradient run in parts that stay in the cache, as without a disk.
             count = cache_rows(own) if kernel.gradient.ops else own.numel()
             for few, of_source in in_pieces(part, own, count):
@@ -95,10 +114,11 @@ class RestingKernel:
         passing: Passing,
         rows: Mapping[str, torch.Tensor],
         resting: Sequence[str],
-    ) -> Iterator[tuple[Mapping[str, torch.Tensor], slice]]:
+    ) -> Iterator[tuple[Mapping[str, torch.Tensor], slice, torch.Tensor | None]]:
         """The elements of both a piece of the course and one in a room, and what has them.
 
-        A tensor without rows (a step counter) is a copy in all but the last.
+        At last what a room has of the gradient, where that rests on disk. A tensor without rows (a
+        step counter) is a copy in all but the last.
         """
         dtype, total = rows["param"].dtype, rows["param"].numel()
         each = PIECE_BYTES // dtype.itemsize
@@ -120,7 +140,10 @@ class RestingKernel:
                 }
                 if until < total:
                     part |= {n: row.clone() for n, row in rows.items() if not row.dim()}
-                yield part, here
+                gradient = None
+                if self.gradient_rests:
+                    gradient = room.elements(len(resting), size, dtype)[inside]
+                yield part, here, gradient
                 if until in (first + each, total):
                     passing.give_back(piece)
                     room = None
@@ -135,9 +158,14 @@ def resting_kernels(
     for _, call in region_calls(placed.module.graph):
         names = [_input_name(placed, value) for value in call.inputs]
         places = [i for i, name in enumerate(names) if placement.homes.get(name) is Tier.DISK]
+        kernel = kernels[call.launch.task]
+        written = set(kernel.positions.values()) if isinstance(kernel, FusedKernel) else set()
+        read = [place for place in places if written and place not in written]
         if places:
-            found[call.launch.task] = RestingKernel(kernels[call.launch.task], places)
-    return found
+            ordered = [place for place in places if place not in read] + read
+            found[call.launch.task] = RestingKernel(kernel, ordered, bool(read))
+    late = any(kernel.gradient_rests for kernel in found.values())
+    return {task: replace(kernel, late=late) for task, kernel in found.items()}
 
 
 def _input_name(placed: StepGraph, value: object) -> str:

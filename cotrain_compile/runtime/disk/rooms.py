@@ -4,7 +4,7 @@ Updates ask for their pieces in the order in which they will run, before they ru
 is free it is filled with the next piece that was asked for; an update takes the piece, works on it
 and gives it back, and the room is free when that is written. Who only reads asks when it begins,
 and lets go of each piece. A few threads read and write, so the drive always has several pieces to
-do.
+do. An offload asks for rooms with nothing in them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ class Room:
 class Passing:
     """The states of one parameter, each `nbytes` in one of `files`, on their way through rooms.
 
+    The last `read_only` of them are not written back; what is `new` is not read, but written alone.
     `filled` has the rooms of pieces that have not been given back, with what fills each.
     """
 
     rooms: Rooms
     files: Sequence[StateFile]
     nbytes: int
+    read_only: int = 0
+    new: bool = False
     asked: int = 0  # how many pieces have a room, or had
     filled: dict[int, tuple[Room, list[Future[None]]]] = field(default_factory=dict)
     writes: list[Future[None]] = field(default_factory=list)
@@ -122,9 +125,16 @@ class Rooms:
         self._changed = threading.Condition(threading.RLock())
         self._threads = ThreadPoolExecutor(THREADS, "cotrain-disk")
 
-    def ask(self, files: Sequence[StateFile], nbytes: int) -> Passing:
-        """Let the states in `files` come, behind all that was asked for before."""
-        passing = Passing(self, files, nbytes)
+    def ask(
+        self,
+        files: Sequence[StateFile],
+        nbytes: int,
+        *,
+        read_only: int = 0,
+        new: bool = False,
+    ) -> Passing:
+        """Let the states in `files` come, behind all that was asked for before; as `Passing`."""
+        passing = Passing(self, files, nbytes, read_only, new)
         with self._changed:
             self._waiting.append(passing)
             self._fill()
@@ -140,7 +150,10 @@ class Rooms:
         """Write a piece that has been taken, and free its room."""
         with self._changed:
             room, _ = passing.filled.pop(number)
-            passing.writes += self._start(StateFile.write, passing, number, room, self._free_again)
+            files = passing.files[: len(passing.files) - passing.read_only]
+            passing.writes += self._start(
+                StateFile.write, files, passing, number, room, self._free_again
+            )
 
     def free(self, passing: Passing, number: int) -> None:
         """Free the room of a piece that has been taken and is as it was."""
@@ -165,7 +178,8 @@ class Rooms:
                 self._free.append(Room(self.nbytes // ROOMS, self.pinning))
             passing, room = self._waiting[0], self._free.pop()
             number, passing.asked = passing.asked, passing.asked + 1
-            reads = self._start(StateFile.read, passing, number, room)
+            files = () if passing.new else passing.files
+            reads = self._start(StateFile.read, files, passing, number, room)
             passing.filled[number] = room, reads
             if passing.asked == passing.count:
                 self._waiting.popleft()
@@ -179,16 +193,17 @@ class Rooms:
     def _start(
         self,
         call: Callable[[StateFile, memoryview, int], None],
+        files: Sequence[StateFile],
         passing: Passing,
         number: int,
         room: Room,
         then: Callable[[Room], None] | None = None,
     ) -> list[Future[None]]:
-        """Read or write piece `number` of each file; `then` is called when all have ended."""
+        """Read or write piece `number` of each of `files`; `then` is called when all have ended."""
         size, offset = passing.size(number), number * PIECE_BYTES
         begun = [
             self._threads.submit(call, file, room.blocks(place, size), offset)
-            for place, file in enumerate(passing.files)
+            for place, file in enumerate(files)
         ]
         if then is not None:
             _when_all_done(begun, partial(then, room))
@@ -197,6 +212,9 @@ class Rooms:
 
 def _when_all_done(futures: Sequence[Future[None]], call: Callable[[], None]) -> None:
     """`call()` when all have ended, well or badly, on the thread that ends the last."""
+    if not futures:
+        call()
+        return
     left, lock = len(futures), threading.Lock()
 
     def one_less(_: Future[None]) -> None:

@@ -114,6 +114,12 @@ def rest_on_disk(tensors: Sequence[torch.Tensor], folder: Path) -> bool:
     return all(file.is_direct for file in found)
 
 
+def new_on_disk(like: torch.Tensor, folder: Path) -> torch.Tensor:
+    """A row like `like`, of zeros, that rests in a file in `folder`. Raises `DiskError`."""
+    file = StateFile(folder, like.nbytes)
+    return _shown(file).view(like.dtype)
+
+
 def leave_disk(tensors: Sequence[torch.Tensor]) -> None:
     """Let those of `tensors` that rest on disk have memory of their own again."""
     for tensor in tensors:
@@ -126,15 +132,21 @@ def _moved(members: Sequence[torch.Tensor], folder: Path) -> StateFile:
     file = StateFile(folder, row.nbytes)
     if not is_untouched_zero(members[0]):  # a new file is all zeros
         _write(file, row)
-    mapping = _Mapping(file.fd, whole_blocks(file.nbytes))
-    mapping.file = file
-    shown = torch.frombuffer(mapping, dtype=torch.uint8, count=file.nbytes)
-    _mappings[shown.data_ptr()] = mapping
+    shown = _shown(file)
     for tensor in members:
         tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
             shown.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
     return file
+
+
+def _shown(file: StateFile) -> torch.Tensor:
+    """The bytes of `file` as the memory of a tensor."""
+    mapping = _Mapping(file.fd, whole_blocks(file.nbytes))
+    mapping.file = file
+    shown = torch.frombuffer(mapping, dtype=torch.uint8, count=file.nbytes)
+    _mappings[shown.data_ptr()] = mapping
+    return shown
 
 
 def _write(file: StateFile, row: torch.Tensor) -> None:

@@ -36,6 +36,8 @@ SEEDS, ENOUGH_ELEMENTS = 3, 1 << 12
 # It then repeats itself: a region may read a few of the millions of gradients in a bucket. A prime,
 # so that what reads another part of the bucket reads other numbers.
 PERIOD = 4099
+# Compared at a time: beside what a large update takes itself it is little memory.
+PART_ELEMENTS = 1 << 20
 # States that are sums of squares.
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
@@ -171,6 +173,12 @@ def _close(
     """Element by element, but for those `lost`; where one is not finite, the other is the same."""
     if not old.is_floating_point():
         return bool(torch.equal(exact, fast))
+    if old.dim() and old.shape[0] > 1 and old.numel() > PART_ELEMENTS:
+        rows = max(1, PART_ELEMENTS * old.shape[0] // old.numel())
+        own = (value.split(rows) for value in (old, exact, fast))
+        none = itertools.repeat(None)
+        parts = zip(*own, none if lost is None else lost.split(rows), strict=False)
+        return all(itertools.starmap(_close, parts))
     old, exact, fast = old.double(), exact.double(), fast.double()
     # Of what is finite; so is what differs from it by as much.
     change, largest = (exact - old).abs(), torch.maximum(old.abs(), exact.abs())

@@ -41,6 +41,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.options.parts import OutputOptions
 from cotrain_compile.placement.explain.explain import every_strategy
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.wear import wear
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.support.plan_words import plan_words
@@ -88,6 +89,8 @@ class Narrator:
         """Say what the plan is."""
         if self.level >= SUMMARY:
             rows = summary_rows(plan, problem.dataflow, bars=on_a_terminal())
+            worn = wear(problem, plan)
+            rows = itertools.chain(rows, [("wear", worn.words)] if worn is not None else [])
             say(itertools.starmap(_row, rows))
         if self.level >= PARAMETERS:
             kept = map(Text, parameter_lines(problem, plan))
@@ -147,14 +150,15 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
 
 def parameter_lines(problem: Problem, plan: Plan) -> Iterator[str]:
     """How each parameter is kept, and what leaves the device between its uses."""
-    strategies = every_strategy(problem, plan.placement)
+    strategies, on_disk = every_strategy(problem, plan.placement), {*plan.placement.away_on_disk}
     for param in plan.placement.updates:
         kept = strategies[param].words
         nbytes = problem.dataflow.buffer[param].nbytes
         yield f"  {format_bytes(nbytes):>10}  {param}: {kept}"
     for name in plan.placement.away:
         nbytes = problem.dataflow.buffer[name].nbytes
-        yield f"  {format_bytes(nbytes):>10}  {name}: offloaded between its uses"
+        where = " to disk" if name in on_disk else ""
+        yield f"  {format_bytes(nbytes):>10}  {name}: offloaded{where} between its uses"
 
 
 def task_lines(plan: Plan) -> Iterator[str]:

@@ -19,6 +19,7 @@ from cotrain_compile.placement.explain.sensitivity import Limits, limits
 from cotrain_compile.placement.explain.sweep import Point
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.wear import wear
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.presets import published_range_s
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -199,6 +200,9 @@ def _rates(
         on = " on each rank" if problem.dataflow.ranks > 1 else ""
         yield f"{count / taken_s:,.{0 if count / taken_s >= 10 else 1}f} {what}/s{on}"
     yield f"MFU {rate.mfu:.1%}" if rate.mfu is not None else rate.why_no_mfu
+    worn = wear(problem, plan)
+    if worn is not None:
+        yield worn.words
     report = plan.report
     if report and report.lower_bound_s and report.lower_bound_s <= taken_s:
         yield f"no plan in this memory takes less than {format_seconds(report.lower_bound_s)}"
