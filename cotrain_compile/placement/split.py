@@ -9,7 +9,7 @@ the same to the graph, and a law says that the two agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
@@ -32,6 +32,7 @@ ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
 ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"
 DIVIDE, COUNTS, COUNT = "aten.div.Tensor", "aten.ne.Scalar", "aten.sum.dim_IntList"
 FULL = "aten.full.default"
+_Rows = tuple[int, ...]  # of each part
 KINDS = {EMPTY: OpKind.UNSAID, COUNT: OpKind.REDUCTION}  # the others go element by element
 
 
@@ -44,90 +45,100 @@ def split_regions(dataflow: Dataflow, parts: Mapping[str, int]) -> Dataflow:
     unknown = parts.keys() - known.keys()
     if unknown:
         raise ValueError(f"the step has no region {sorted(unknown)[0]} that runs in parts")
-    for name in sorted(parts):
-        dataflow = split_dataflow(dataflow, known[name], parts[name])
-    return dataflow
-
-
-def split_dataflow(dataflow: Dataflow, region: Region, parts: int) -> Dataflow:
-    """The step in which `region` runs in `parts` parts; in one part the step as it is.
-
-    The fingerprint stays that of the step.
-    """
-    rows = part_rows(region.length, parts)
-    return _split(dataflow, (region, rows)) if len(rows) > 1 else dataflow
+    all_rows = ((name, part_rows(known[name].length, parts[name])) for name in sorted(parts))
+    rows = tuple((name, each) for name, each in all_rows if len(each) > 1)
+    return _split(dataflow, rows) if rows else dataflow
 
 
 @remembered
-def _split(dataflow: Dataflow, split: tuple[Region, tuple[int, ...]]) -> Dataflow:
-    return _Splitting(dataflow, *split).run()
+def _split(dataflow: Dataflow, rows: tuple[tuple[str, _Rows], ...]) -> Dataflow:
+    known = {region.name: region for region in dataflow.regions}
+    waiting = [(known[name], each) for name, each in rows]
+    while waiting:
+        together, waiting = _apart(dataflow, waiting)
+        dataflow = _Split(dataflow, together).run()
+    return dataflow
 
 
-class _Splitting:
-    def __init__(self, dataflow: Dataflow, region: Region, rows: tuple[int, ...]) -> None:
-        self.dataflow, self.region, self.rows = dataflow, region, rows
-        self.sliced = frozenset(region.sliced)
-        self.collected = {c.buffer: (c, w) for w in region.windows for c in w.collected}
-        self.maker = {
-            name: op.name
-            for op in region.ops
-            for name in dataflow.ops[dataflow.position[op.name]].writes
-        }
-        self.counted = {c.buffer: c for w in region.windows for c in w.counted}
-        self.renamed = {name: c.value for name, (c, _) in self.collected.items()}
-        self.renamed |= {name: c.value for name, c in self.counted.items()}
-        self.added: list[Buffer] = []
+def _apart(
+    dataflow: Dataflow, regions: Sequence[tuple[Region, _Rows]]
+) -> tuple[list[tuple[Region, _Rows]], list[tuple[Region, _Rows]]]:
+    """The first of `regions` and those whose windows are apart from one another; the others."""
+    together, others = list[tuple[Region, _Rows]](), list[tuple[Region, _Rows]]()
+    taken = list[tuple[int, int]]()
+    at = dataflow.position
+    for region, rows in regions:
+        spans = [(at[w.ops[0].name], at[w.ops[-1].name]) for w in region.windows]
+        if any(a <= end and begin <= b for a, b in spans for begin, end in taken):
+            others.append((region, rows))
+        else:
+            together.append((region, rows))
+            taken += spans
+    return together, others
+
+
+class _Split:
+    """A step with some of its regions in parts, whose windows are apart."""
+
+    def __init__(self, dataflow: Dataflow, regions: Sequence[tuple[Region, _Rows]]) -> None:
+        self.dataflow, self.renamed = dataflow, dict[str, str]()
+        self.regions = [_Parts(dataflow, *each, self.renamed) for each in regions]
+        for parts in self.regions:
+            self.renamed |= parts.own_names
+        self.maker = {name: parts for parts in self.regions for name in parts.maker}
 
     def run(self) -> Dataflow:
-        ops = list[Op]()
-        at = {window.ops[0].name: window for window in self.region.windows}
-        inside = {op.name for op in self.region.ops}
-        items = {counted.value for counted in self.counted.values()}
-        waiting = list[Op]()
-        window, last = None, ""
-        for op in self.dataflow.ops:
-            if op.name in at:
-                window, last = at[op.name], at[op.name].ops[-1].name
-                later = frozenset(window.later)
-            if op.name in items:
-                continue
-            if window is None or (op.name not in inside and op.name not in later):
-                is_unread = window is not None and op.name in window.unread
-                ops.append(self._filled(op) if is_unread else self._outside(op))
-            elif op.name not in inside:
-                waiting.append(self._outside(op))
-            else:
-                for counted in window.counted:
-                    if counted.op == op.name:
-                        ops += self._count(counted, window)
-            if window is not None and op.name == last:
-                ops += [*self._parts_of(window), *waiting]
-                window, waiting = None, []
         gone = self.maker.keys() - self.renamed.keys()
         kept = [
             replace(b, name=self.renamed[b.name]) if b.name in self.renamed else b
             for b in self.dataflow.buffers
             if b.name not in gone
         ]
-        marked = self.dataflow.checkpoints
+        ops = tuple(self._ops())
+        marked, done = self.dataflow.checkpoints, {parts.region.name for parts in self.regions}
         return replace(
             self.dataflow,
-            ops=tuple(ops),
-            buffers=(*kept, *self.added),
+            ops=ops,
+            buffers=(*kept, *(buffer for parts in self.regions for buffer in parts.added)),
             updates=tuple(map(self._update, self.dataflow.updates)),
             checkpoints=replace(marked, values=tuple(self._pieces(marked.values))),
-            regions=tuple(r for r in self.dataflow.regions if r.name != self.region.name),
+            regions=tuple(r for r in self.dataflow.regions if r.name not in done),
         )
+
+    def _ops(self) -> Iterator[Op]:
+        begins = {
+            window.ops[0].name: (parts, window)
+            for parts in self.regions
+            for window in parts.region.windows
+        }
+        items = {counted.value for parts in self.regions for counted in parts.counted.values()}
+        waiting = list[Op]()
+        parts, window = None, None
+        for op in self.dataflow.ops:
+            if op.name in begins:
+                parts, window = begins[op.name]
+                inside, later = {each.name for each in parts.region.ops}, frozenset(window.later)
+            if op.name in items:
+                continue
+            if parts is None or window is None:
+                yield self._outside(op)
+            elif op.name in inside:
+                for counted in window.counted:
+                    if counted.op == op.name:
+                        yield from parts.count(counted, window)
+            elif op.name in later:
+                waiting.append(self._outside(op))
+            else:
+                yield parts.filled(op) if op.name in window.unread else self._outside(op)
+            if parts is not None and window is not None and op.name == window.ops[-1].name:
+                yield from parts.of_window(window)
+                yield from waiting
+                parts, window, waiting = None, None, []
 
     def _outside(self, op: Op) -> Op:
         if self.renamed.keys().isdisjoint((*op.reads, *op.writes)):
             return op
         return replace(op, reads=self._whole(op.reads), writes=self._whole(op.writes))
-
-    def _filled(self, op: Op) -> Op:
-        """An op that looks at the shape of what it reads alone, without that."""
-        nbytes = sum(map(self._nbytes, op.writes))
-        return replace(op, target=FULL, reads=(), bytes_moved=nbytes, kind=OpKind.POINTWISE)
 
     def _update(self, group: UpdateGroup) -> UpdateGroup:
         if self.renamed.keys().isdisjoint((group.gradient, *group.scalars)):
@@ -141,11 +152,40 @@ class _Splitting:
     def _pieces(self, names: tuple[str, ...]) -> Iterator[str]:
         for name in names:
             if name in self.maker and name not in self.renamed:
-                yield from (self._piece(name, part) for part in range(len(self.rows)))
+                yield from self.maker[name].pieces(name)
             else:
                 yield self.renamed.get(name, name)
 
-    def _parts_of(self, window: Window) -> Iterator[Op]:
+
+class _Parts:
+    """One region in parts. `renamed` has what any region makes that the rest of the step reads."""
+
+    def __init__(
+        self, dataflow: Dataflow, region: Region, rows: _Rows, renamed: Mapping[str, str]
+    ) -> None:
+        self.dataflow, self.region, self.rows, self.renamed = dataflow, region, rows, renamed
+        self.sliced = frozenset(region.sliced)
+        self.collected = {c.buffer: (c, w) for w in region.windows for c in w.collected}
+        self.maker = {
+            name: op.name
+            for op in region.ops
+            for name in dataflow.ops[dataflow.position[op.name]].writes
+        }
+        self.counted = {c.buffer: c for w in region.windows for c in w.counted}
+        self.own_names = {name: c.value for name, (c, _) in self.collected.items()}
+        self.own_names |= {name: c.value for name, c in self.counted.items()}
+        self.added: list[Buffer] = []
+
+    def pieces(self, name: str) -> Iterator[str]:
+        """What the parts have of a buffer of the region."""
+        return (self._piece(name, part) for part in range(len(self.rows)))
+
+    def filled(self, op: Op) -> Op:
+        """An op that looks at the shape of what it reads alone, without that."""
+        nbytes = sum(map(self._nbytes, op.writes))
+        return replace(op, target=FULL, reads=(), bytes_moved=nbytes, kind=OpKind.POINTWISE)
+
+    def of_window(self, window: Window) -> Iterator[Op]:
         for result in window.collected:
             yield self._room(result, window)
         for part in range(len(self.rows)):
@@ -191,7 +231,7 @@ class _Splitting:
     def _read(self, name: str, part: int, window: Window) -> str:
         """What a part reads of a buffer: its piece, or the whole that another window has made."""
         if name not in self.maker:
-            return name
+            return self.renamed.get(name, name)
         found = self.collected.get(name)
         elsewhere = name in self.counted or (found is not None and found[1] is not window)
         return self.renamed[name] if elsewhere else self._piece(name, part)
@@ -233,7 +273,7 @@ class _Splitting:
         op = self._made(result, window, result.value, target, moved)
         return replace(op, reads=reads, writes=(result.value,), dtype=result.dtype)
 
-    def _count(self, counted: Counted, window: Window) -> Iterator[Op]:
+    def count(self, counted: Counted, window: Window) -> Iterator[Op]:
         """How many rows count: of each whether it does, and the sum of that."""
         value, flags = counted.value, counts_name(counted.value)
         self.added.append(Buffer(flags, counted.targets, Role.TEMPORARY))

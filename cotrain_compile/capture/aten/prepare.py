@@ -15,6 +15,7 @@ from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.capture.aten.like_ops import give_zeros_memory, take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
 from cotrain_compile.capture.aten.sums_over_ranks import sum_once
+from cotrain_compile.capture.aten.weights_first import make_weight_gradients_first
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key
@@ -136,6 +137,7 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     give_zeros_memory,
     take_shapes_alone,
     drop_redundant_copies,
+    make_weight_gradients_first,
     keep_values_early,
     take_means_once,
     sum_once,

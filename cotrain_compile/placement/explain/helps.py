@@ -135,10 +135,11 @@ def _longer_search(plan: Plan) -> Iterator[Help]:
     report = plan.report
     if report is None or not report.lower_bound_s or report.gap <= _FAR:
         return
-    if "limit" not in report.status:
+    limits = [name for name in ("time_limit", "work_limit") if name in report.ended]
+    if not limits and "limit" not in report.status:
         return
     yield Help(
-        f"a search {_LONGER} times as long (work_limit)",
+        f"a search {_LONGER} times as long ({(limits or ['work_limit'])[0]})",
         None,
         f"may find a faster plan; none takes less than {format_seconds(report.lower_bound_s)}",
     )

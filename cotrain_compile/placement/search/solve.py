@@ -353,7 +353,8 @@ class _Search(Attempts):
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
-        if ran_out and report.gap > FAR - 1.0:
+        # What the clock has ended may be another plan the next time: that is said of any.
+        if ran_out and (self.meter.guard_hit or report.gap > FAR - 1.0):
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
 

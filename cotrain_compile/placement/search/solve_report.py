@@ -186,13 +186,11 @@ def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -
 def note_on_limit(limit: str, gap: float) -> str:
     """The way on where `limit` ended the search and the plan is `gap`, a fraction, above its bound.
 
-    It begins with the name of an option.
+    It begins with the name of an option. `gap` is 0 where there is no bound.
     """
     name = limit.split()[0]
-    return (
-        f"the search ended at its {limit}, and the plan is {gap:.0%} above the bound: a larger "
-        f"{name} may find a faster one"
-    )
+    above = f", and the plan is {gap:.0%} above the bound" if gap else ""
+    return f"the search ended at its {limit}{above}: a larger {name} may find a faster one"
 
 
 def note_on_budget(problem: Problem) -> tuple[str, ...]:

@@ -134,10 +134,14 @@ def test_a_plan_far_above_its_bound_for_want_of_work_names_the_way_on(
     assert not is_far or "above the bound" in far[0]
 
 
+@pytest.mark.parametrize("share", [1e-6, 0.99, 0.0], ids=["far", "near", "unbounded"])
 def test_the_clock_guards_a_search_and_is_named(
-    meters: list[Meter], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    meters: list[Meter], clock: Clock, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Where the computer is so slow that the guard comes first, nothing more begins."""
+    """Where the computer is so slow that the guard comes first, nothing more begins.
+
+    However near the plan is to its bound: the next search may find another one.
+    """
     problem = PROBLEMS["states"]
 
     def slowly(*arguments: Any, **options: Any) -> Draft:
@@ -145,11 +149,13 @@ def test_the_clock_guards_a_search_and_is_named(
         return draft(*arguments, **options)
 
     monkeypatch.setattr(f"{SEARCH}.attempts.draft", slowly)
-    monkeypatch.setattr(f"{SEARCH}.solve.certified_bound_s", lambda *_, **__: 1e-6)
+    bound_s = share * draft(problem, RULES["zero-offload"](problem.dataflow)).step_s
+    monkeypatch.setattr(f"{SEARCH}.solve.certified_bound_s", lambda *_, **__: bound_s)
     plan = solve(problem, SolveSettings(work_limit=1e9, time_limit_s=8.0))
     check(problem, plan)
     assert clock.now_s - 1000.0 <= 8.0 + 3 * 5.0
-    assert any("ended at its time_limit (8 s)" in note for note in plan.notes)
+    (told,) = [note for note in plan.notes if "ended at its time_limit (8 s)" in note]
+    assert ("above the bound" in told) == (share > 0.0)
 
 
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.8])

@@ -116,6 +116,9 @@ def test_a_search_that_ended_early_may_find_a_faster_plan() -> None:
     report = replace(PLAN.report, status="work limit reached", gap=0.4, lower_bound_s=1e-4)
     told = [one.change for one in helps(PROBLEM, replace(PLAN, report=report))]
     assert "a search 4 times as long (work_limit)" in told
+    by_clock = replace(report, status="optimal", ended="its time_limit (300 s) was spent")
+    told = [one.change for one in helps(PROBLEM, replace(PLAN, report=by_clock))]
+    assert "a search 4 times as long (time_limit)" in told
     assert not [c for c in (one.change for one in helps(PROBLEM, PLAN)) if "search" in c]
 
 
