@@ -78,6 +78,8 @@ class _Splitting:
         self.window, *_ = self.windows = found.region.windows
         # What a part has, by what the whole step has: values, and its rows of values from outside.
         self.own: dict[int, dict[fx.Node, fx.Node]] = {}
+        # Values with the rows that a part takes of them.
+        self.taken = dict(self.grown.needs)
         self.rows = part_rows(found.region.length, parts)
         self.length = found.region.length
         self.graph = step.module.graph
@@ -115,6 +117,15 @@ class _Splitting:
             for result, room in rooms:
                 if result.sum_nbytes:
                     self._rounded(result, room, place)
+        for result in self.window.collected:
+            self._is_outside(self.node[result.value])
+
+    def _is_outside(self, node: fx.Node) -> None:
+        """From here on parts take their rows of the whole that is collected in `node`."""
+        if node in self.grown.rows:
+            self.taken[node] = self.grown.rows[node]
+        for own in self.own.values():
+            own.pop(node, None)
 
     # What is there before the parts.
 
@@ -190,7 +201,7 @@ class _Splitting:
     ) -> None:
         own = self.own.setdefault(part, {})
         read = {source for node in nodes for source in self.reads[node]}
-        for node, rows in self.grown.needs.items():
+        for node, rows in self.taken.items():
             if node in read and node not in own:
                 name = f"{part_name(node.name, part)}_rows"
                 own[node] = self._taken(node, rows, name, start, count)

@@ -63,7 +63,7 @@ def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[FoundRe
         return ()
     found = [each for logits in _logits(step) if (each := _loss(step, nodes, logits)) is not None]
     alone = [each for each in found if _is_alone(each, found)]
-    inner = list(_inner(step, nodes, {node for each in found for node in each.ops}))
+    inner = _inner(step, nodes, {node for each in found for node in each.ops})
     kinds = [*(("loss", each) for each in alone), *inner]
     told = (_told(step, name, kind, each, buffer_of) for name, kind, each in _named(kinds))
     return tuple(each for each in told if each is not None)
@@ -79,23 +79,42 @@ def _named(found: Sequence[tuple[str, Grown]]) -> Iterator[tuple[str, str, Grown
 
 def _inner(
     step: StepGraph, nodes: Sequence[fx.Node], taken: set[fx.Node]
-) -> Iterator[tuple[str, Grown]]:
-    """What runs in parts around products that make more than they read, and their backward."""
+) -> list[tuple[str, Grown]]:
+    """What runs in parts around products that make more than they read, and their backward.
+
+    That of the widest product first: attention is one of its own, and none of the product before.
+    """
     at = {node: index for index, node in enumerate(nodes)}
-    for node in nodes:
-        if is_product(node) and node not in taken and _is_forward(step, node) and widens(node):
-            found = list[Grown]()
-            for rows, length in rows_of(node):
-                grown = _around(step, nodes, at, node, rows, length)
-                if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
-                    found.append(grown)
-                    if length >= ENOUGH:
-                        break
-            if found:
-                best = next((g for g in found if g.length >= ENOUGH), None)
-                best = best or max(found, key=lambda grown: grown.length)
-                taken.update(best.ops, best.ends)
-                yield kind_of(node), best
+    starts = [
+        node
+        for node in nodes
+        if is_product(node) and node not in taken and _is_forward(step, node) and widens(node)
+    ]
+    found = dict[int, tuple[str, Grown]]()
+    for node in sorted(starts, key=lambda node: -elements(node)):
+        grown = _in_most_rows(step, nodes, at, node, taken) if node not in taken else None
+        if grown is not None:
+            taken.update(grown.ops, grown.ends)
+            found[at[node]] = (kind_of(node), grown)
+    return [found[place] for place in sorted(found)]
+
+
+def _in_most_rows(
+    step: StepGraph,
+    nodes: Sequence[fx.Node],
+    at: Mapping[fx.Node, int],
+    product: fx.Node,
+    taken: set[fx.Node],
+) -> Grown | None:
+    """The first way to run in parts with `product` that has enough rows, else that with most."""
+    most: Grown | None = None
+    for rows, length in rows_of(product):
+        grown = _around(step, nodes, at, product, rows, length)
+        if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
+            most = grown if most is None or grown.length > most.length else most
+            if length >= ENOUGH:
+                break
+    return most
 
 
 def _around(
@@ -213,11 +232,16 @@ def _window(
 
 
 def _reads_across(grown: Grown) -> bool:
-    """Whether a window reads what a window before has collected: it would be there twice."""
-    for number, window in enumerate(grown.windows):
-        before = {n for earlier in grown.windows[:number] for n in _results(earlier, grown)}
-        if any(n in before for node in window for n in node.all_input_nodes):
+    """Whether a window reads a view of what a window before has collected, which is there twice."""
+    shown = set[fx.Node]()
+    for window in grown.windows:
+        if any(n in shown for node in window for n in node.all_input_nodes):
             return True
+        results = set(_results(window, grown))
+        views = {n for n in window if not _has_own_memory(n)}
+        for node in window:
+            if node in views and not results.union(shown).isdisjoint(node.all_input_nodes):
+                shown.add(node)
     return False
 
 
