@@ -239,7 +239,8 @@ class _Splitting:
             args = (*args[:3], _SUM, *args[4:])
         elif target in _SAMPLES:
             at = _SAMPLES[target]
-            args = (*args[:at], args[at] // self.length * count, *args[at + 1 :])
+            samples: Any = args[at]
+            args = (*args[:at], samples // self.length * count, *args[at + 1 :])
         return target, args, kwargs
 
     def _taken(self, node: fx.Node, rows: Rows, name: str, start: int, count: int) -> fx.Node:

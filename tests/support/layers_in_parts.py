@@ -116,7 +116,7 @@ class Layers:
     ) -> Callable[[Tensor], Tensor]:
         def step(x: Tensor) -> Tensor:
             optimizer.zero_grad()
-            loss = (model(x) - 1.0).square().mean()
+            loss: Tensor = (model(x) - 1.0).square().mean()
             loss.backward()
             optimizer.step()
             return loss

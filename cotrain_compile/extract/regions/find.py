@@ -304,7 +304,8 @@ def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Col
 
 def in_memory(value: torch.Tensor) -> list[int]:
     """The dimensions of a value in the order in which they lie in memory, the outermost first."""
-    return sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def _counted(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Counted:

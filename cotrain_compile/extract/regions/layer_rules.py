@@ -11,6 +11,7 @@ from cotrain_compile.extract.regions.calls import (
     SUM,
     PartCall,
     PartResult,
+    Result,
     Rule,
     shape_of,
 )
@@ -93,11 +94,9 @@ def _samples_backward(*names: str) -> Rule:
         if found is None:
             return None
         there = (value is not None for value in call.node.meta["val"])
-        made = (SAMPLES, SUM, SUM)
-        return PartResult(
-            tuple(m if is_there else None for m, is_there in zip(made, there, strict=True)),
-            found.needs,
-        )
+        made: tuple[Result, ...] = (SAMPLES, SUM, SUM)
+        known = (each if is_there else None for each, is_there in zip(made, there, strict=True))
+        return PartResult(tuple(known), found.needs)
 
     return rule
 

@@ -39,7 +39,8 @@ def is_product(node: fx.Node) -> bool:
 
 def source_of(product: fx.Node) -> fx.Node:
     """The argument of a product whose rows are those of its result."""
-    source: Any = product.args[1 if product.target is aten.addmm.default else 0]
+    source = product.args[1 if product.target is aten.addmm.default else 0]
+    assert isinstance(source, fx.Node)
     return source
 
 

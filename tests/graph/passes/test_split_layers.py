@@ -145,7 +145,7 @@ def test_parts_are_no_further_from_float64_than_the_whole_but_for_a_quarter(name
     def distance(left: list[torch.Tensor]) -> float:
         found = [value for value, role in zip(left[1:], roles, strict=True) if role is Role.PARAM]
         pairs = zip(found, model.parameters(), strict=True)
-        return sum(float((a.double() - b.detach()).square().sum()) for a, b in pairs) ** 0.5
+        return sum(float((a.double() - b.detach()).square().sum()) for a, b in pairs) ** 0.5  # type: ignore[no-any-return]
 
     whole, parts = (distance(trained(name, run)) for run in (whole_step(name), in_parts(name, 4)))
     assert 0 < parts <= 1.25 * whole
