@@ -29,8 +29,8 @@ from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import (
     Collected,
-    collect_name,
     Ends,
+    collect_name,
     counts_name,
     ends_name,
     part_name,
