@@ -39,7 +39,8 @@ class Collected:
     from then on. A sum whose parts are less precise than it must be is added up in `sum_nbytes`
     bytes beside it, in float32; so is a mean, which is divided by the value `divided_by` in the
     end. A part puts there what it has as soon as it has it, or `at_end` behind its last op: what is
-    small keeps no two ops apart that are compiled as one.
+    small keeps no two ops apart that are compiled as one. Of a value whose dimensions are
+    `permuted` in memory the buffer is the room that it is a view of.
     """
 
     value: str
@@ -50,6 +51,12 @@ class Collected:
     sum_nbytes: int = 0
     divided_by: str = ""
     at_end: bool = False
+    permuted: bool = False
+
+    @property
+    def room(self) -> str:
+        """The name of the buffer that is there before the first part, where no sum is beside it."""
+        return f"{self.value}_room" if self.permuted and not self.sum_nbytes else self.value
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,21 @@ class Counted:
     reads: str
     targets: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A buffer that says behind which rows groups of them end, as experts' tokens do.
+
+    A part has its own, counted from its first row and of no more rows than it has. It makes them
+    before `op`, the first that reads them, from the value `value`.
+    """
+
+    value: str
+    op: str
+    buffer: str
+    nbytes: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -90,9 +112,9 @@ class Window:
 class Region:
     """Ops that may run in parts of a dimension of `length` rows.
 
-    `kind` says what it is in the model, "loss" or "mlp". `sliced` are buffers that a part has its
-    rows of, in place of the whole; what else the ops make, and nobody else reads, each part makes
-    whole. A part may have any number of rows.
+    `kind` says what it is in the model: "loss", "attention", "experts", "mlp" or "convolution".
+    `sliced` are buffers that a part has its rows of, in place of the whole; what else the ops make,
+    and nobody else reads, each part makes whole. A part may have any number of rows.
     """
 
     name: str
@@ -100,6 +122,7 @@ class Region:
     length: int
     windows: tuple[Window, ...]
     sliced: tuple[str, ...] = ()
+    ends: tuple[Ends, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.length >= 1, f"region {self.name} has {self.length} rows")
@@ -144,6 +167,16 @@ def sum_name(value: str) -> str:
 def counts_name(value: str) -> str:
     """The name of the op that says of each row whether it is counted in `value`."""
     return f"{value}_counts"
+
+
+def ends_name(value: str, part: int) -> str:
+    """The name of where groups of rows end in a part, by `value` which says so of all."""
+    return f"{value}_part{part}_ends"
+
+
+def shifted_name(value: str, part: int) -> str:
+    """The name of the same, before it is held to the rows of the part."""
+    return f"{value}_part{part}_shifted"
 
 
 def _require(condition: bool, message: str) -> None:

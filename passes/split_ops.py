@@ -21,7 +21,7 @@ from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
-from cotrain_compile.extract.regions.find import FoundRegion, find_regions
+from cotrain_compile.extract.regions.find import FoundRegion, find_regions, in_memory
 from cotrain_compile.extract.regions.rows import Rows, part_shape
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
@@ -29,10 +29,13 @@ from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import (
     Collected,
+    Ends,
     collect_name,
     counts_name,
+    ends_name,
     part_name,
     part_rows,
+    shifted_name,
     sum_name,
 )
 
@@ -46,6 +49,8 @@ _SHAPED = frozenset(
         aten.slice_backward.default,
     }
 )
+# Which argument is the number of samples.
+_SAMPLES = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 _FILLS = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 _SUM = 2  # of `reduction`
 
@@ -69,9 +74,12 @@ def split_ops(step: StepGraph, plan: Plan) -> StepGraph:
 class _Splitting:
     def __init__(self, step: StepGraph, found: FoundRegion, parts: int) -> None:
         self.step, self.grown = step, found.grown
+        self.region = found.region
         self.window, *_ = self.windows = found.region.windows
         # What a part has, by what the whole step has: values, and its rows of values from outside.
         self.own: dict[int, dict[fx.Node, fx.Node]] = {}
+        # Values with the rows that a part takes of them.
+        self.taken = dict(self.grown.needs)
         self.rows = part_rows(found.region.length, parts)
         self.length = found.region.length
         self.graph = step.module.graph
@@ -109,6 +117,15 @@ class _Splitting:
             for result, room in rooms:
                 if result.sum_nbytes:
                     self._rounded(result, room, place)
+        for result in self.window.collected:
+            self._is_outside(self.node[result.value])
+
+    def _is_outside(self, node: fx.Node) -> None:
+        """From here on parts take their rows of the whole that is collected in `node`."""
+        if node in self.grown.rows:
+            self.taken[node] = self.grown.rows[node]
+        for own in self.own.values():
+            own.pop(node, None)
 
     # What is there before the parts.
 
@@ -136,14 +153,27 @@ class _Splitting:
         self._join(node)
 
     def _room(self, result: Collected, place: fx.Node) -> fx.Node:
+        """What there is before the first part, with its dimensions in memory as the value's."""
         node: fx.Node = self.node[result.value]
         value = node.meta["val"]
         dtype = torch.float32 if result.sum_nbytes else value.dtype
         target = aten.zeros.default if result.is_sum else aten.empty.memory_format
         kwargs = {"dtype": dtype, "device": value.device, "pin_memory": False}
-        if result.sum_nbytes:
-            return self._made(sum_name(node.name), target, (list(value.shape),), kwargs, of=node)
-        node.target, node.args, node.kwargs = target, (list(value.shape),), kwargs
+        order = in_memory(value)
+        sizes = [value.shape[dim] for dim in order]
+        back = [order.index(dim) for dim in range(len(order))]
+        if not result.sum_nbytes and not result.permuted:
+            node.target, node.args, node.kwargs = target, (sizes,), kwargs
+        else:
+            name = sum_name(node.name) if result.sum_nbytes else result.room
+            made = self._made(name, target, (sizes,), kwargs, of=node)
+            if not result.sum_nbytes:
+                made.meta["val"] = value.permute(order)  # the memory that views of the value show
+                node.target, node.args, node.kwargs = aten.permute.default, (made, back), {}
+            elif result.permuted:
+                return self._view(f"{node.name}_laid", aten.permute.default, (made, back))
+            else:
+                return made
         self._join(node)
         place.prepend(node)
         return node
@@ -171,12 +201,15 @@ class _Splitting:
     ) -> None:
         own = self.own.setdefault(part, {})
         read = {source for node in nodes for source in self.reads[node]}
-        for node, rows in self.grown.needs.items():
+        for node, rows in self.taken.items():
             if node in read and node not in own:
                 name = f"{part_name(node.name, part)}_rows"
                 own[node] = self._taken(node, rows, name, start, count)
                 own[node].meta[ROWS] = True
         for op in nodes:
+            for ends in self.region.ends:
+                if ends.op == op.name:
+                    own[self.node[ends.value]] = self._ends_of(ends, part, start, count, op)
             target, args, kwargs = self._call(op, count)
             args, kwargs = fx.map_arg((args, kwargs), lambda node: own.get(node, node))
             copy = self._copy(part_name(op.name, part), target, args, kwargs, op)
@@ -188,6 +221,14 @@ class _Splitting:
             if result.at_end:
                 self._collect(result, room, own[self.node[result.value]], part, start, count)
 
+    def _ends_of(self, ends: Ends, part: int, start: int, count: int, of: fx.Node) -> fx.Node:
+        """Where groups of rows end in a part: from its first row on, and within its rows."""
+        value = self.node[ends.value]
+        shifted = shifted_name(ends.value, part)
+        from_start = self._made(shifted, aten.sub.Tensor, (value, start), of=of)
+        name = ends_name(ends.value, part)
+        return self._made(name, aten.clamp.default, (from_start, 0, count), of=of)
+
     def _call(self, op: fx.Node, count: int) -> tuple[Any, Any, Any]:
         """What a part of so many rows calls in place of `op`."""
         target, args, kwargs = self.calls[op]
@@ -196,6 +237,10 @@ class _Splitting:
             args = (args[0], list(shape), *args[2:])
         elif target is aten.nll_loss_forward.default and args[3] == 1:
             args = (*args[:3], _SUM, *args[4:])
+        elif target in _SAMPLES:
+            at = _SAMPLES[target]
+            samples: Any = args[at]
+            args = (*args[:at], samples // self.length * count, *args[at + 1 :])
         return target, args, kwargs
 
     def _taken(self, node: fx.Node, rows: Rows, name: str, start: int, count: int) -> fx.Node:
@@ -260,7 +305,8 @@ class _Splitting:
         return made
 
     def _view(self, name: str, target: Any, args: Any) -> fx.Node:
-        view = self._named(name, target, args, {})
+        # Two regions may have rows of one value: the graph then tells their views apart.
+        view = self.graph.create_node("call_function", target, args, {}, name=name)
         view.meta["val"] = traced_again(view)
         return view
 
@@ -292,6 +338,7 @@ class _Splitting:
 
 
 def _like(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """What a node makes that has no argument: as `value`, in its own dtype."""
+    """What a node makes that has no argument but sizes: on the device of `value`."""
+    sizes: Any = node.args[0]
     dtype: Any = node.kwargs["dtype"]
-    return torch.empty_like(value, dtype=dtype)
+    return value.new_empty(sizes, dtype=dtype)

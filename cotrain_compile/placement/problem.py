@@ -130,7 +130,9 @@ class Problem:
             return written.costs
         costs = written.costs
         made = self._roofline(split_regions(self.step, splits))
-        own = {op.name for op in written.dataflow.ops}
+        # What room is made for in parts is called as the op that made it whole.
+        whole = {op.name: op.target for op in written.dataflow.ops}
+        own = {op.name for op in parts.ops if whole.get(op.name) == op.target}
         known = costs.device_s
         device_s = {op: known[op] if op in own else s for op, s in made.device_s.items()}
         if costs.source != "roofline":

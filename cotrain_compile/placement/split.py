@@ -18,13 +18,16 @@ from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.regions import (
     Collected,
     Counted,
+    Ends,
     Region,
     RegionOp,
     Window,
     collect_name,
     counts_name,
+    ends_name,
     part_name,
     part_rows,
+    shifted_name,
     sum_name,
 )
 
@@ -32,6 +35,7 @@ ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
 ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"
 DIVIDE, COUNTS, COUNT = "aten.div.Tensor", "aten.ne.Scalar", "aten.sum.dim_IntList"
 FULL = "aten.full.default"
+SHIFT, HOLD = "aten.sub.Tensor", "aten.clamp.default"
 _Rows = tuple[int, ...]  # of each part
 KINDS = {EMPTY: OpKind.UNSAID, COUNT: OpKind.REDUCTION}  # the others go element by element
 
@@ -172,8 +176,9 @@ class _Parts:
             for name in dataflow.ops[dataflow.position[op.name]].writes
         }
         self.counted = {c.buffer: c for w in region.windows for c in w.counted}
-        self.own_names = {name: c.value for name, (c, _) in self.collected.items()}
+        self.own_names = {name: c.room for name, (c, _) in self.collected.items()}
         self.own_names |= {name: c.value for name, c in self.counted.items()}
+        self.ends = {ends.buffer: ends for ends in region.ends}
         self.added: list[Buffer] = []
 
     def pieces(self, name: str) -> Iterator[str]:
@@ -190,6 +195,9 @@ class _Parts:
             yield self._room(result, window)
         for part in range(len(self.rows)):
             for op in window.ops:
+                for ends in self.region.ends:
+                    if ends.op == op.name:
+                        yield from self._ends_of(ends, part, window)
                 if self._op(op.name).writes:
                     yield self._part(op, part, window)
                 for result in window.collected:
@@ -230,6 +238,8 @@ class _Parts:
 
     def _read(self, name: str, part: int, window: Window) -> str:
         """What a part reads of a buffer: its piece, or the whole that another window has made."""
+        if name in self.ends:
+            return ends_name(self.ends[name].value, part)
         if name not in self.maker:
             return self.renamed.get(name, name)
         found = self.collected.get(name)
@@ -240,9 +250,28 @@ class _Parts:
         op = self.maker[name]
         return part_name(op, part) + name.removeprefix(op).rstrip("~")
 
+    def _ends_of(self, ends: Ends, part: int, window: Window) -> Iterator[Op]:
+        """Where groups of rows end in a part: from its first row on, and within its rows."""
+        op = replace(self._phased(self._op(ends.op), window), flops=0, bytes_moved=2 * ends.nbytes)
+        reads = self.renamed.get(ends.buffer, ends.buffer)
+        names = shifted_name(ends.value, part), ends_name(ends.value, part)
+        for name, target in zip(names, (SHIFT, HOLD), strict=True):
+            self.added.append(Buffer(name, ends.nbytes, Role.TEMPORARY))
+            yield replace(
+                op,
+                name=name,
+                target=target,
+                reads=(reads,),
+                writes=(name,),
+                dtype=ends.dtype,
+                cost_is_known=True,
+                kind=OpKind.POINTWISE,
+            )
+            reads = name
+
     def _room(self, result: Collected, window: Window) -> Op:
         """What makes room for a result: zeros to add to, or memory for rows."""
-        name, nbytes = result.value, self._nbytes(result.buffer)
+        name, nbytes = result.room, self._nbytes(result.buffer)
         dtype = result.dtype
         if result.sum_nbytes:
             name, nbytes, dtype = sum_name(result.value), result.sum_nbytes, "float32"
@@ -252,7 +281,7 @@ class _Parts:
 
     def _collect(self, result: Collected, part: int, window: Window) -> Op:
         piece, nbytes = self._piece(result.buffer, part), self._nbytes(result.buffer)
-        into = sum_name(result.value) if result.sum_nbytes else result.value
+        into = sum_name(result.value) if result.sum_nbytes else result.room
         if result.is_sum:
             moved = nbytes + 2 * (result.sum_nbytes or nbytes)
         else:

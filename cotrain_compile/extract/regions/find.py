@@ -18,23 +18,29 @@ from torch import fx
 from cotrain_compile.capture.nodes.storages import is_view, storage_key
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.op_bytes import nbytes_of
-from cotrain_compile.extract.regions.grow import PRODUCTS, Grown, grow
-from cotrain_compile.extract.regions.rows import Rows, rows_from
-from cotrain_compile.extract.regions.rules import shape_of
+from cotrain_compile.extract.regions.grow import Grown, grow
+from cotrain_compile.extract.regions.rows import Rows
+from cotrain_compile.extract.regions.starts import (
+    ENOUGH,
+    MATRIX_PRODUCTS,
+    WIDE,
+    elements,
+    is_product,
+    kind_of,
+    rows_of,
+    wide_from,
+    widens,
+)
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.graph.op_calls import arguments_of
 from cotrain_compile.graph.random_ops import generators_of
-from cotrain_compile.regions import Collected, Counted, Region, RegionOp, Window
+from cotrain_compile.regions import Collected, Counted, Ends, Region, RegionOp, Window
 
 aten = torch.ops.aten
 _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
-_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
-# What is as wide as the product that a region begins with, or nearly, as logits of shifted tokens.
-# What leaves has at most half of that.
-_WIDE = 0.6
 # What of a layer belongs together is no further apart, in nodes.
 _NEAR = 60
 
@@ -57,43 +63,73 @@ def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[FoundRe
         return ()
     found = [each for logits in _logits(step) if (each := _loss(step, nodes, logits)) is not None]
     alone = [each for each in found if _is_alone(each, found)]
-    inner = list(_mlps(step, nodes, {node for each in found for node in each.ops}))
-    told = [
-        *(_told(step, name, "loss", each, buffer_of) for name, each in _named("loss", alone)),
-        *(_told(step, name, "mlp", each, buffer_of) for name, each in _named("mlp", inner)),
-    ]
+    inner = _inner(step, nodes, {node for each in found for node in each.ops})
+    kinds = [*(("loss", each) for each in alone), *inner]
+    told = (_told(step, name, kind, each, buffer_of) for name, kind, each in _named(kinds))
     return tuple(each for each in told if each is not None)
 
 
-def _named(kind: str, found: Sequence[Grown]) -> Iterator[tuple[str, Grown]]:
-    for index, each in enumerate(found):
-        yield (kind if len(found) == 1 else f"{kind}.{index}"), each
+def _named(found: Sequence[tuple[str, Grown]]) -> Iterator[tuple[str, str, Grown]]:
+    """Regions with names, the kinds in the order of the step."""
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        own = [each for other, each in found if other == kind]
+        for index, each in enumerate(own):
+            yield (kind if len(own) == 1 else f"{kind}.{index}"), kind, each
 
 
-def _mlps(step: StepGraph, nodes: Sequence[fx.Node], taken: set[fx.Node]) -> Iterator[Grown]:
-    """What runs in parts around products that make more than they read, and their backward."""
+def _inner(
+    step: StepGraph, nodes: Sequence[fx.Node], taken: set[fx.Node]
+) -> list[tuple[str, Grown]]:
+    """What runs in parts around products that make more than they read, and their backward.
+
+    That of the widest product first: attention is one of its own, and none of the product before.
+    """
     at = {node: index for index, node in enumerate(nodes)}
-    for node in nodes:
-        if node.target not in PRODUCTS or node in taken or not _is_forward(step, node):
-            continue
-        source: Any = node.args[1 if node.target is aten.addmm.default else 0]
-        length = shape_of(node)[0]
-        rows = rows_from(shape_of(node), 0, length) if length > 1 else None
-        if rows is None or _elements(node) < 2 * _elements(source):
-            continue
-        grown = _mlp(step, nodes, at, node, rows)
-        if grown is not None and taken.isdisjoint(grown.ops):
-            taken.update(grown.ops)
-            yield grown
+    starts = [
+        node
+        for node in nodes
+        if is_product(node) and node not in taken and _is_forward(step, node) and widens(node)
+    ]
+    found = dict[int, tuple[str, Grown]]()
+    for node in sorted(starts, key=lambda node: -elements(node)):
+        grown = _in_most_rows(step, nodes, at, node, taken) if node not in taken else None
+        if grown is not None:
+            taken.update(grown.ops, grown.ends)
+            found[at[node]] = (kind_of(node), grown)
+    return [found[place] for place in sorted(found)]
 
 
-def _mlp(
-    step: StepGraph, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], up: fx.Node, rows: Rows
+def _in_most_rows(
+    step: StepGraph,
+    nodes: Sequence[fx.Node],
+    at: Mapping[fx.Node, int],
+    product: fx.Node,
+    taken: set[fx.Node],
 ) -> Grown | None:
-    wide = _WIDE * _elements(up)
-    near = nodes[max(0, at[up] - _NEAR) : at[up] + _NEAR]
+    """The first way to run in parts with `product` that has enough rows, else that with most."""
+    most: Grown | None = None
+    for rows, length in rows_of(product):
+        grown = _around(step, nodes, at, product, rows, length)
+        if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
+            most = grown if most is None or grown.length > most.length else most
+            if length >= ENOUGH:
+                break
+    return most
+
+
+def _around(
+    step: StepGraph,
+    nodes: Sequence[fx.Node],
+    at: Mapping[fx.Node, int],
+    product: fx.Node,
+    rows: Rows,
+    length: int,
+) -> Grown | None:
+    """What runs in `length` rows, or parts of them, with `product`, and what of its backward."""
+    wide = wide_from(product)
+    near = nodes[max(0, at[product] - _NEAR) : at[product] + _NEAR]
     ahead = [node for node in near if _is_forward(step, node)]
-    forward = grow(ahead, {up: rows}, wide, Grown(shape_of(up)[0]))
+    forward = grow(ahead, {product: rows}, wide, Grown(length))
     read = [at[user] for node in forward.rows for user in node.users if user in at]
     late = [place for place in read if not _is_forward(step, nodes[place])]
     if not late or not forward.windows[0] or forward.sums or forward.counted:
@@ -101,7 +137,7 @@ def _mlp(
     behind = nodes[max(0, min(late) - _NEAR) : max(late) + _NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
-    leaving = (n for n in grown.rows if _leaves(n, grown) and _elements(n) >= wide)
+    leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
     if not all(grown.windows) or grown.unread or next(leaving, None) is not None:
         return None
     return grown
@@ -113,16 +149,11 @@ def _logits(step: StepGraph) -> Iterator[fx.Node]:
     for node in step.nodes:
         if node.target in _LIKELIHOODS and _is_forward(step, node):
             source: Any = node.args[0]
-            while source.op == "call_function" and source.target not in PRODUCTS:
-                source = max(source.all_input_nodes, key=_elements, default=node.graph._root)
-            if source.target in PRODUCTS and source not in seen:
+            while source.op == "call_function" and source.target not in MATRIX_PRODUCTS:
+                source = max(source.all_input_nodes, key=elements, default=node.graph._root)
+            if source.target in MATRIX_PRODUCTS and source not in seen:
                 seen.add(source)
                 yield source
-
-
-def _elements(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _is_forward(step: StepGraph, node: fx.Node) -> bool:
@@ -132,27 +163,14 @@ def _is_forward(step: StepGraph, node: fx.Node) -> bool:
 def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown | None:
     """What runs in parts with the logits: of all tokens, or else of sequences."""
     behind = nodes[nodes.index(logits) + 1 :]
-    for length in _lengths(logits):
-        rows = rows_from(shape_of(logits), 0, length)
-        if rows is None:
-            continue
-        wide = _WIDE * _elements(logits)
+    for rows, length in rows_of(logits):
+        wide = WIDE * elements(logits)
         grown = grow([logits, *behind], {logits: rows}, wide, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
-        leaving = (n for n in grown.rows if _leaves(n, grown) and _elements(n) >= wide)
+        leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
         if has_backward and next(leaving, None) is None:
             return grown
     return None
-
-
-def _lengths(logits: fx.Node) -> Iterator[int]:
-    """In how many rows the logits may be: tokens, or sequences of them."""
-    tokens = shape_of(logits)[0]
-    if tokens > 1:
-        yield tokens
-    for user in logits.users:
-        if user.target in _SHAPED and len(shape_of(user)) > 2 and 1 < shape_of(user)[0] < tokens:
-            yield shape_of(user)[0]
 
 
 def _leaves(node: fx.Node, grown: Grown) -> bool:
@@ -186,7 +204,9 @@ def _told(
     told = tuple(window for window in windows if window is not None)
     if len(told) < len(windows):
         return None
-    return FoundRegion(Region(name, kind, grown.length, told, tuple(dict.fromkeys(sliced))), grown)
+    ends = tuple(_ends(node, grown, buffer_of) for node in _in_order(grown.ends))
+    rows = tuple(dict.fromkeys(sliced))
+    return FoundRegion(Region(name, kind, grown.length, told, rows, ends), grown)
 
 
 def _window(
@@ -212,11 +232,16 @@ def _window(
 
 
 def _reads_across(grown: Grown) -> bool:
-    """Whether a window reads what a window before has collected: it would be there twice."""
-    for number, window in enumerate(grown.windows):
-        before = {n for earlier in grown.windows[:number] for n in _results(earlier, grown)}
-        if any(n in before for node in window for n in node.all_input_nodes):
+    """Whether a window reads a view of what a window before has collected, which is there twice."""
+    shown = set[fx.Node]()
+    for window in grown.windows:
+        if any(n in shown for node in window for n in node.all_input_nodes):
             return True
+        results = set(_results(window, grown))
+        views = {n for n in window if not _has_own_memory(n)}
+        for node in window:
+            if node in views and not results.union(shown).isdisjoint(node.all_input_nodes):
+                shown.add(node)
     return False
 
 
@@ -255,7 +280,8 @@ def _count_of(loss: fx.Node, grown: Grown) -> fx.Node | None:
 
 def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Collected | None:
     value: torch.Tensor = node.meta["val"]
-    if not value.is_contiguous() or value.untyped_storage().nbytes() != nbytes_of(value):
+    laid_out = value.permute(in_memory(value))
+    if not laid_out.is_contiguous() or value.untyped_storage().nbytes() != nbytes_of(value):
         return None
     op: Any = node.args[0] if node.target is operator.getitem else node
     divided_by, sum_nbytes, is_sum = "", 0, node in grown.sums
@@ -268,10 +294,18 @@ def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Col
         if value.dtype is not torch.float32:
             return None
     dtype = str(value.dtype).removeprefix("torch.")
-    at_end = not (is_sum and op.target in PRODUCTS)
+    at_end = not (is_sum and is_product(op))
+    own = buffer_of[node.name]
+    permuted = not value.is_contiguous()
     return Collected(
-        node.name, op.name, buffer_of[node.name], is_sum, dtype, sum_nbytes, divided_by, at_end
+        node.name, op.name, own, is_sum, dtype, sum_nbytes, divided_by, at_end, permuted
     )
+
+
+def in_memory(value: torch.Tensor) -> list[int]:
+    """The dimensions of a value in the order in which they lie in memory, the outermost first."""
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def _counted(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Counted:
@@ -280,6 +314,13 @@ def _counted(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Count
     value: torch.Tensor = target.meta["val"]
     own, reads = buffer_of[node.name], buffer_of[target.name]
     return Counted(node.name, op.name, own, reads, value.numel(), nbytes_of(value))
+
+
+def _ends(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Ends:
+    op = next(op for op in grown.ops if node in op.all_input_nodes)
+    value: torch.Tensor = node.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Ends(node.name, op.name, buffer_of[node.name], nbytes_of(value), dtype)
 
 
 def _later(step: StepGraph, nodes: Sequence[fx.Node], grown: Grown) -> tuple[str, ...] | None:

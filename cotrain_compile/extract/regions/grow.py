@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.extract.regions.rows import Rows, viewed_rows
-from cotrain_compile.extract.regions.rules import (
+from cotrain_compile.extract.regions.calls import (
     COUNTED,
     SUM,
     CountedRows,
     PartCall,
+    PartResult,
     Result,
     Sum,
-    outcome_of,
     shape_of,
 )
+from cotrain_compile.extract.regions.rows import Rows, viewed_rows
+from cotrain_compile.extract.regions.rules import outcome_of
+from cotrain_compile.extract.regions.starts import elements, is_product
 
 aten = torch.ops.aten
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 # What these make hangs on the shape of their argument alone.
 LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
 
@@ -44,8 +45,9 @@ class Grown:
     """Ops that run in parts of `length` rows, in their order, by the place where they do.
 
     `rows` are where their values have them, `sums` the values that are shares of a sum, `counted`
-    those that no part knows, `needs` the rows of values from outside. `results` has what an op with
-    several makes of each, `unread` what looks at nothing but the shape of what follows from parts.
+    those that no part knows, `needs` the rows of values from outside, `ends` those that say where
+    groups of rows end. `results` has what an op with several makes of each, `unread` what looks at
+    nothing but the shape of what follows from parts.
     """
 
     length: int
@@ -54,6 +56,7 @@ class Grown:
     sums: set[fx.Node] = field(default_factory=set)
     counted: set[fx.Node] = field(default_factory=set)
     needs: dict[fx.Node, Rows] = field(default_factory=dict)
+    ends: set[fx.Node] = field(default_factory=set)
     results: dict[fx.Node, Sequence[Result]] = field(default_factory=dict)
     unread: set[fx.Node] = field(default_factory=set)
 
@@ -75,6 +78,7 @@ class Grown:
             set(self.sums),
             set(self.counted),
             dict(self.needs),
+            set(self.ends),
             dict(self.results),
             set(self.unread),
         )
@@ -107,8 +111,8 @@ def _made_by(
     node: fx.Node, rows: Rows | None, length: int, wide_from: float
 ) -> Iterator[tuple[fx.Node, Rows]]:
     """The product that makes a wide value from outside, with its rows."""
-    while rows is not None and _elements(node) >= wide_from:
-        if node.target in PRODUCTS:
+    while rows is not None and elements(node) >= wide_from:
+        if is_product(node):
             yield node, rows
             return
         if node.target not in _THROUGH:
@@ -136,21 +140,22 @@ class _Growing:
         return self.found
 
     def _start(self, node: fx.Node) -> bool:
-        """Whether a product runs in parts: by what its rows are where its argument has them."""
-        rows = self.starts[node]
-        source: Any = node.args[1 if node.target is aten.addmm.default else 0]
-        outcome = outcome_of(PartCall(node, {source: rows}, self.found.length))
-        if outcome is None or outcome.made != rows:
-            return False
-        needs = {**outcome.needs, source: rows}
-        if self._agrees(needs):
-            self._take(node, outcome.made, needs)
-        return self._agrees(needs)
+        """Whether a product runs in parts: by the argument whose rows are those of its result."""
+        for source in node.all_input_nodes:
+            for dim in range(len(shape_of(source))):
+                own = {source: Rows(dim, dim)}
+                outcome = outcome_of(PartCall(node, own, self.found.length))
+                if outcome is not None and outcome.made == self.starts[node]:
+                    needs = {**outcome.needs, **own}
+                    if self._agrees(needs):
+                        self._take(node, outcome, needs)
+                        return True
+        return False
 
     def _visit(self, node: fx.Node) -> None:
         given = node.all_input_nodes
         late = any(n in self.behind or n in self.closed for n in given)
-        if node.target in LIKE and (late or any(n in self.open for n in given)):
+        if node.target in LIKE and late:
             self.found.unread.add(node)
         elif late:
             self.behind.add(node)
@@ -164,19 +169,20 @@ class _Growing:
             if outcome is None or not self._agrees(outcome.needs):
                 self.behind.add(node)
             else:
-                self._take(node, outcome.made, outcome.needs)
+                self._take(node, outcome, outcome.needs)
 
     def _agrees(self, needs: Any) -> bool:
         own = self.found.needs
         return all(own.get(node, rows) == rows for node, rows in needs.items())
 
-    def _take(self, node: fx.Node, made: Any, needs: Any) -> None:
+    def _take(self, node: fx.Node, outcome: PartResult, needs: Mapping[fx.Node, Rows]) -> None:
         self.own.append(node)
         self.found.needs.update(needs)
-        if isinstance(made, tuple):
-            self.found.results[node] = made
+        self.found.ends.update(outcome.ends)
+        if isinstance(outcome.made, tuple):
+            self.found.results[node] = outcome.made
         else:
-            self._result(node, made)
+            self._result(node, outcome.made)
 
     def _take_item(self, node: fx.Node) -> None:
         source, index = node.args
@@ -200,7 +206,7 @@ class _Growing:
             self.open[node] = made  # type: ignore[assignment]
 
     def _is_wide(self, node: fx.Node) -> bool:
-        return node in self.found.rows and _elements(node) >= self.wide_from
+        return node in self.found.rows and elements(node) >= self.wide_from
 
     def _keep(self) -> None:
         """Leave out what touches no wide value and is between none that do."""
@@ -225,15 +231,9 @@ class _Growing:
         last = self.own[-1] if self.own else None
         found.unread = {node for node in found.unread if last is not None and node < last}
         found.needs = {node: rows for node, rows in found.needs.items() if node in read}
+        found.ends &= read
 
 
 def _is_exit(node: fx.Node, wide_from: float) -> bool:
     """Whether it is a product with a narrow result, behind which parts end."""
-    return node.target in PRODUCTS and _elements(node) < wide_from
-
-
-def _elements(node: fx.Node) -> int:
-    size = 1
-    for length in shape_of(node):
-        size *= int(length)
-    return size
+    return is_product(node) and elements(node) < wide_from

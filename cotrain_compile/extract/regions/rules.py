@@ -1,75 +1,29 @@
 """Rules: how ops treat a dimension that runs in parts.
 
-In: a call, and which of its arguments come in parts, with their rows. Out: a `PartResult`: where
-the rows of its result are, that it makes shares of a sum over all rows, or None where a part cannot
-be made alone; and which rows of its other arguments a part needs. An op without a rule is not
-split.
+Out: where the rows of the result of a call are, that it makes shares of a sum over all rows, or
+None where a part cannot be made alone; and which rows of its other arguments a part needs. An op
+without a rule is not split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
+from cotrain_compile.extract.regions.calls import (
+    SUM,
+    PartCall,
+    PartResult,
+    Result,
+    Rule,
+    shape_of,
+)
+from cotrain_compile.extract.regions.layer_rules import LAYER_RULES
 from cotrain_compile.extract.regions.rows import Rows, viewed_rows
 from cotrain_compile.graph.collectives import is_collective
-from cotrain_compile.graph.op_calls import arguments_of
 from cotrain_compile.graph.random_ops import generators_of
-
-
-class Sum:
-    """What a part makes is its share of a sum over all rows."""
-
-
-class CountedRows:
-    """How many rows count for the loss, which no part knows: it is counted beforehand."""
-
-
-SUM, COUNTED = Sum(), CountedRows()
-# Of one result, or of each of several.
-Result = Rows | Sum | CountedRows | None
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """What a part makes; `needs` are the rows it needs of arguments made outside of the parts."""
-
-    made: Result | tuple[Result, ...]
-    needs: Mapping[fx.Node, Rows] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PartCall:
-    """A call with the rows of those of its arguments that come in parts."""
-
-    node: fx.Node
-    rows: Mapping[fx.Node, Rows]
-    length: int
-
-    def argument(self, name: str) -> Any:
-        return self.arguments.get(name)
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        return arguments_of(self.node)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Of its result, or of the first of several."""
-        return shape_of(self.node)
-
-
-def shape_of(node: fx.Node) -> Sequence[int]:
-    """The shape of what a node makes, of several results that of the first."""
-    value = node.meta["val"]
-    return (value[0] if isinstance(value, list | tuple) else value).shape  # type: ignore[no-any-return]
-
-
-Rule = Callable[[PartCall], PartResult | None]
 
 
 def outcome_of(call: PartCall) -> PartResult | None:
@@ -135,7 +89,7 @@ def _along(name: str) -> Rule:
 
     def rule(call: PartCall) -> PartResult | None:
         found = _pointwise(call)
-        dim = call.argument(name) % len(call.shape)
+        dim = (call.argument(name) or 0) % len(call.shape)
         ok = found is not None and isinstance(found.made, Rows) and dim not in found.made.dims
         return found if ok else None
 
@@ -171,6 +125,13 @@ def _slice(call: PartCall) -> PartResult | None:
     node = call.argument("grad_output") or call.argument("self")
     rows, dim = call.rows.get(node), (call.argument("dim") or 0) % len(call.shape)
     return PartResult(rows) if rows is not None and dim not in rows.dims else None
+
+
+def _pieces(call: PartCall) -> PartResult | None:
+    """Of another dimension, which is cut in several."""
+    rows, dim = call.rows[call.argument("self")], (call.argument("dim") or 0) % len(call.shape)
+    count = len(call.node.meta["val"])
+    return PartResult((rows,) * count) if dim not in rows.dims else None
 
 
 def _same(call: PartCall) -> PartResult | None:
@@ -302,55 +263,19 @@ def _gather(call: PartCall) -> PartResult | None:
     return PartResult(rows, {n: rows for n in (source, index) if n not in call.rows})
 
 
-# Losses.
-
-
-def _nll_loss(call: PartCall) -> PartResult | None:
-    """The log-likelihoods of the targets; what counts of them is counted beforehand."""
-    source, target = call.argument("self"), call.argument("target")
-    if call.argument("weight") is not None or call.rows.get(source) != Rows(0, 0):
-        return None
-    needs = {} if target in call.rows else {target: Rows(0, 0)}
-    if len(shape_of(source)) != 2 or call.rows.get(target, Rows(0, 0)) != Rows(0, 0):
-        return None
-    none = call.argument("reduction") == 0
-    return PartResult((Rows(0, 0) if none else SUM, COUNTED), needs)
-
-
-def _nll_loss_backward(call: PartCall) -> PartResult | None:
-    names = ("grad_output", "self", "target", "total_weight")
-    grad, source, target, counted = (call.argument(name) for name in names)
-    if call.argument("weight") is not None or len(shape_of(source)) != 2 or counted in call.rows:
-        return None
-    own = [source, target, *([grad] if call.argument("reduction") == 0 else [])]
-    if any(call.rows.get(node, Rows(0, 0)) != Rows(0, 0) for node in own):
-        return None
-    if grad in call.rows and grad not in own:
-        return None
-    return PartResult(Rows(0, 0), {node: Rows(0, 0) for node in own if node not in call.rows})
-
-
-# Norms.
-
-
-def _layer_norm(call: PartCall) -> PartResult | None:
-    node, normal = call.argument("input"), call.argument("normalized_shape")
-    rows = call.rows.get(node)
-    if rows is None or rows.last >= len(shape_of(node)) - len(normal):
-        return None
-    return PartResult((rows, rows, rows))
-
-
-def _layer_norm_backward(call: PartCall) -> PartResult | None:
-    names = ("grad_out", "input", "mean", "rstd")
-    tensors = [call.argument(name) for name in names]
+def _scatter(call: PartCall) -> PartResult | None:
+    """Each row has its own indices along another dimension."""
+    given = [call.argument(name) for name in ("self", "index", "src")]
+    tensors = [node for node in given if isinstance(node, fx.Node)]
     found = {call.rows[node] for node in tensors if node in call.rows}
     if len(found) != 1:
         return None
     (rows,) = found
-    if rows.last >= len(shape_of(tensors[1])) - len(call.argument("normalized_shape")):
+    if call.argument("dim") % len(call.shape) in rows.dims:
         return None
-    return PartResult((rows, SUM, SUM), {node: rows for node in tensors if node not in call.rows})
+    if any(shape_of(node)[dim] != call.shape[dim] for node in tensors for dim in rows.dims):
+        return None
+    return PartResult(rows, {node: rows for node in tensors if node not in call.rows})
 
 
 def _t(call: PartCall, ndim: int) -> Sequence[int]:
@@ -365,8 +290,11 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("aten::masked_fill", "aten::where", "aten::tanh_backward"), _pointwise),
     **dict.fromkeys(("aten::gelu_backward", "aten::silu_backward"), _pointwise),
     **dict.fromkeys(("aten::threshold_backward", "aten::sigmoid_backward"), _pointwise),
-    "aten::expand": _pointwise,
+    **dict.fromkeys(("aten::expand", "aten::fill", "aten::empty_like"), _pointwise),
+    **dict.fromkeys(("aten::ones_like", "aten::zeros_like", "aten::full_like"), _pointwise),
     **dict.fromkeys(("aten::slice", "aten::slice_backward"), _slice),
+    **dict.fromkeys(("aten::split", "aten::split_with_sizes"), _pieces),
+    "aten::cat": _along("dim"),
     "aten::unsqueeze": _unsqueeze,
     "aten::squeeze": _squeeze,
     "aten::t": _permuted(_t),
@@ -383,8 +311,6 @@ _RULES: Mapping[str, Rule] = {
     "aten::addmm": _addmm,
     "aten::embedding": _embedding,
     "aten::gather": _gather,
-    "aten::nll_loss_forward": _nll_loss,
-    "aten::nll_loss_backward": _nll_loss_backward,
-    "aten::native_layer_norm": _layer_norm,
-    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::scatter": _scatter,
+    **LAYER_RULES,
 }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
@@ -101,8 +102,7 @@ def _needing_least(problem: Problem) -> Splits:
     """The parts of each kind of regions in which the largest op needs least."""
     chosen: dict[str, int] = {}
     least = floor_bytes(problem)
-    for kind in dict.fromkeys(region.kind for region in problem.dataflow.regions):
-        of_kind = [region for region in problem.dataflow.regions if region.kind == kind]
+    for of_kind in _by_kind(problem.dataflow):
         before = dict(chosen)
         for parts in PARTS:
             if any(region.length < parts for region in of_kind):
@@ -123,17 +123,20 @@ def in_words(regions: Sequence[Region], splits: Splits) -> str:
 def _worth_a_try(problem: Problem) -> Iterator[Splits]:
     """The fewest parts with which all fits, and those beyond which no memory is saved.
 
-    Kind after kind of regions, each beside what those before it are best in.
+    Kind after kind of regions, each beside what those before it are best in. What is too small to
+    set the peak is left whole.
     """
     chosen: dict[str, int] = {}
     fits: Splits = {}
     budget, whole = problem.budgets[Tier.DEVICE], _needs(problem)
-    for kind in dict.fromkeys(region.kind for region in problem.dataflow.regions):
+    for of_kind in _by_kind(problem.dataflow):
+        if not _can_matter(problem.dataflow, of_kind, whole):
+            continue
         needs: dict[int, tuple[int, int]] = {1: whole}
         enough: int | None = None
         for parts in PARTS:
-            names = {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
-            if any(r.length < parts for r in problem.dataflow.regions if r.name in names):
+            names = {r.name: parts for r in of_kind}
+            if any(r.length < parts for r in of_kind):
                 break
             needs[parts] = _needs(_in_parts(problem, {**chosen, **names}))
             if needs[parts][0] <= budget and not fits:
@@ -148,12 +151,38 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
         parts = enough or max(needs)
         if all(n >= (1.0 - SAVES) * was for n, was in zip(needs[parts], whole, strict=True)):
             continue
-        chosen |= {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
+        chosen |= {r.name: parts for r in of_kind}
         whole = needs[parts]
     if fits:
         yield fits
     if chosen and chosen != fits:
         yield chosen
+
+
+def _by_kind(dataflow: Dataflow) -> list[list[Region]]:
+    """Regions by their kind, that with the op that touches most first: it sets the peak longest."""
+    kinds = dict.fromkeys(region.kind for region in dataflow.regions)
+    found = [[r for r in dataflow.regions if r.kind == kind] for kind in kinds]
+    return sorted(found, key=lambda regions: -max(_touched(dataflow, r) for r in regions))
+
+
+def _can_matter(dataflow: Dataflow, regions: Sequence[Region], needs: Sequence[int]) -> bool:
+    """Whether parts of `regions` may save anything of the two that `needs` says.
+
+    One op of theirs touches as much as any, or all that a region has in parts is much of the peak.
+    """
+    at_once = max(
+        sum(dataflow.buffer[b].nbytes for b in region.sliced if b in dataflow.buffer)
+        for region in regions
+    )
+    largest = max(_touched(dataflow, region) for region in regions)
+    return at_once >= SAVES * needs[0] or largest > (1.0 - SAVES) * needs[1]
+
+
+def _touched(dataflow: Dataflow, region: Region) -> int:
+    """The most bytes that an op of a region reads and makes."""
+    ops = (dataflow.ops[dataflow.position[op.name]] for op in region.ops)
+    return max(sum(dataflow.buffer[b].nbytes for b in {*op.reads, *op.writes}) for op in ops)
 
 
 def _least_in_parts(half: Sequence[int], need: Sequence[int], parts: int) -> list[float]:

@@ -16,7 +16,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.split import split_regions
+from cotrain_compile.placement.split import EMPTY, ZEROS, split_regions
 from cotrain_compile.presets import find
 from cotrain_compile.regions import Collected, Region, RegionOp, Window, part_rows
 from tests.support.dataflows import chain
@@ -118,3 +118,18 @@ def test_a_plan_in_parts_that_the_step_has_not_is_refused(splits: dict[str, int]
     wrong = replace(plan, placement=replace(plan.placement, splits=splits))
     with pytest.raises(PlanError, match="splits"):
         check(problem, wrong)
+
+
+def test_what_is_called_as_an_op_of_the_whole_step_takes_its_own_seconds() -> None:
+    """Room for a result is made by an op of the name of that which makes it whole."""
+    budgets = dict.fromkeys(MEMORIES, 1 << 40)
+    step = head()
+    ops = (replace(op, flops=10**12 * (op.name == "backward_2")) for op in step.ops)
+    written = formulate(replace(step, ops=tuple(ops)), find("rtx4090"), budgets)
+    parts = written.splitting({"loss": 4})
+    alone = formulate(parts.dataflow, find("rtx4090"), budgets)
+    rooms = [op.name for op in parts.dataflow.ops if op.target in (ZEROS, EMPTY)]
+    assert "backward_2" in rooms
+    for name in rooms:
+        assert parts.costs.device_s[name] == alone.costs.device_s[name]
+    assert parts.costs.device_s["backward_2"] < 0.01 * written.costs.device_s["backward_2"]
