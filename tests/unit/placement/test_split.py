@@ -16,7 +16,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.split import EMPTY, ZEROS, split_regions
+from cotrain_compile.placement.split import EMPTY, ZEROS, _apart, split_regions
 from cotrain_compile.presets import find
 from cotrain_compile.regions import Collected, Region, RegionOp, Window, part_rows
 from tests.support.dataflows import chain
@@ -49,6 +49,42 @@ def head() -> Dataflow:
             Region("loss", "loss", BATCH, (replace(window, ops=(*ops, view)),), ("h2", "d2", "d1")),
         ),
     )
+
+
+def two_regions() -> Dataflow:
+    """The same, and the forward of the layer before may run in parts, too."""
+    dataflow = head()
+    forward = Window(
+        (RegionOp("forward_1", whole_bytes=WEIGHT_BYTES),),
+        (Collected("forward_1", "forward_1", "h1", is_sum=False),),
+    )
+    layer = Region("layer", "mlp", BATCH, (forward,), ("h1",))
+    return replace(dataflow, regions=(*dataflow.regions, layer))
+
+
+@pytest.mark.parametrize(("layer", "loss"), [(2, 2), (3, 4), (64, 5)])
+def test_regions_cut_at_once_are_those_cut_one_after_the_other(layer: int, loss: int) -> None:
+    dataflow = two_regions()
+    once = split_regions(dataflow, {"layer": layer, "loss": loss})
+    once.verify_read()
+    assert not once.regions
+    for first, second in (("layer", "loss"), ("loss", "layer")):
+        parts = {"layer": layer, "loss": loss}
+        half = split_regions(dataflow, {first: parts[first]})
+        assert [region.name for region in half.regions] == [second]
+        whole = split_regions(half, {second: parts[second]})
+        assert whole.ops == once.ops
+        assert {b.name: b for b in whole.buffers} == once.buffer
+        assert whole.updates == once.updates
+
+
+def test_regions_within_one_another_are_not_cut_at_once() -> None:
+    dataflow = two_regions()
+    loss, layer = dataflow.regions
+    around = Window((*layer.windows[0].ops, *loss.windows[0].ops))
+    both = replace(loss, name="both", windows=(around,))
+    assert _apart(dataflow, [(loss, (32, 32)), (layer, (32, 32))])[1] == []
+    assert _apart(dataflow, [(both, (32, 32)), (loss, (32, 32))])[1] == [(loss, (32, 32))]
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
