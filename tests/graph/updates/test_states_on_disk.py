@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -180,6 +181,68 @@ def test_a_file_that_was_cut_off_is_told_and_not_read_as_zeros(tmp_path: Path) -
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"'disk' is .*must be a folder"):
         on_disk(tmp_path / "absent").train(range(1))
+
+
+def test_nothing_of_a_step_is_left_in_the_page_cache(tmp_path: Path) -> None:
+    """It would count against the limit of a container, which no budget of a plan knows."""
+    training = on_disk(tmp_path)
+    training.train(range(2))
+    there = [state for state in training.states if file_of(state) is not None]
+    assert there
+    assert not any(map(cached_bytes, there))
+    assert there[0].sum().isfinite()  # who looks at one has it in the cache
+    assert cached_bytes(there[0])
+
+
+def cached_bytes(tensor: Tensor) -> int:
+    """What the page cache holds of the file in which `tensor` rests (mincore(2))."""
+    page, libc = os.sysconf("SC_PAGE_SIZE"), ctypes.CDLL(None, use_errno=True)
+    pages = (ctypes.c_ubyte * -(-tensor.nbytes // page))()
+    address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    if libc.mincore(address, length, pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return page * sum(byte & 1 for byte in pages)
+
+
+_LIMITED = """
+import resource, sys, threading
+import torch
+from tests.graph.updates import test_states_on_disk as tests
+tests.WIDTHS = (16, *[2400] * 12)
+threading.stack_size(1 << 18)  # stacks count as wholes
+folder, allowed = sys.argv[1], int(sys.argv[2])
+before = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+limit = 1024 * int(before.split()[1]) + allowed
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+options = {"disk": folder, "host_memory_budget": "440MiB"} if folder else {}
+training = tests.Training(**options)
+training.train(range(2))
+print(len(training.files))
+"""
+
+
+@pytest.mark.long
+def test_a_limit_of_the_system_holds_with_a_disk_and_not_without(tmp_path: Path) -> None:
+    """As a container's would, but for shared memory, which rooms are, and the page cache.
+
+    Weights and gradients take 500 MiB, the states, which are on disk, as much again.
+    """
+    folders, allowed = (str(tmp_path), ""), 850 << 20
+    # What is freed goes back to the system, and is not held for other threads.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", _LIMITED, folder, str(allowed)],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        for folder in folders
+    ]
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert int(ended[0].stdout) > 0
+    assert ended[1].returncode != 0
+    assert "t allocate memory" in ended[1].stderr
 
 
 _ENDLESS = """
