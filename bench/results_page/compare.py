@@ -71,6 +71,7 @@ SECTIONS = (
         "Updates on the host, op by op", "host_update_parts", compiler_tables.host_update_parts
     ),
     Section("Predicted against measured", "simulated_vs_measured", tables.simulated_vs_measured),
+    Section("Steps on this processor", "processor_steps", tables.processor_steps),
     Section(
         "Steps that recompute, predicted against measured",
         "recompute_measured",

@@ -49,7 +49,10 @@ from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.viz.kinds import kinds_of
 
 PROFILED = ("resident", "zero-offload")
-PLANS = ("resident", "zero-offload", "coarse", "fraction:0.5", "streamed")
+PLANS = (
+    *("resident", "zero-offload", "coarse", "fraction:0.5", "streamed"),
+    *("zero-infinity", "fsdp-offload"),
+)
 LINKS_BYTES_PER_S = {"1 GB/s": 1e9, "4 GB/s": 4e9}
 # An emulated copy takes that much however small it is: its thread is woken, and waits for Python.
 LATENCY_S = 250e-6
@@ -65,7 +68,7 @@ Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 def mlp() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Six wide layers: large parameters, little compute."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6)])
-    return _step(lambda x, y: F.mse_loss(model(x), y), model), (
+    return step_of(lambda x, y: F.mse_loss(model(x), y), model), (
         torch.randn(256, 1024),
         torch.randn(256, 1024),
     )
@@ -75,7 +78,7 @@ def char_gpt() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The demo's model, smaller."""
     model = CharacterGPT(Shape(layers=4, width=256, heads=4))
     x, y = torch.randint(0, 128, (8, 128)), torch.randint(0, 128, (8, 128))
-    return _step(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()), model), (x, y)
+    return step_of(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()), model), (x, y)
 
 
 def llama() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -94,13 +97,14 @@ def llama() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
 
-    return _step(loss, model), (x, y)
+    return step_of(loss, model), (x, y)
 
 
 MODELS: dict[str, Build] = {"mlp": mlp, "char-gpt": char_gpt, "llama": llama}
 
 
-def _step(loss_of: Callable[..., torch.Tensor], model: nn.Module) -> Callable[..., Any]:
+def step_of(loss_of: Callable[..., torch.Tensor], model: nn.Module) -> Callable[..., Any]:
+    """A step of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

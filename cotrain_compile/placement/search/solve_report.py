@@ -15,6 +15,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.milp.solvers import Solution, pick
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
 from cotrain_compile.plan import Milestone, Plan, SolveReport
@@ -80,6 +81,7 @@ def notes_of(
         *notes_on(name, solution, asked=asked, solver=solver),
         *notes_on_step(problem),
         *note_on_checkpoints(problem, plan),
+        *note_on_casts(problem, plan),
         *note_on_loops(problem, plan),
         *note_on_issuing(problem, plan),
         *note_on_guesses(problem, plan),
@@ -134,6 +136,26 @@ def note_on_checkpoints(problem: Problem, plan: Plan) -> tuple[str, ...]:
 def _values_in_words(dataflow: Dataflow, names: Collection[str]) -> str:
     nbytes = sum(dataflow.buffer[name].nbytes for name in names)
     return f"{len(names)} values ({format_bytes(nbytes)})"
+
+
+def note_on_casts(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """Weights that come up whole since a respected checkpoint casts them again."""
+    dataflow, placement = problem.step, plan.placement
+    if not dataflow.checkpoints.values or dataflow.checkpoints.dissolved:
+        return ()
+    once, buffer = low_precision_copies(dataflow), dataflow.buffer
+    again = [
+        buffer[group.param].nbytes - buffer[group.low_precision].nbytes
+        for group in dataflow.updates
+        if group.low_precision and group.param not in once and placement.is_off_device(group.param)
+    ]
+    if not again:
+        return ()
+    return (
+        f"{len(again)} weights are cast in the forward and in a checkpoint's second one, so that "
+        f"they come up whole, {format_bytes(sum(again))} more than in low precision: "
+        "checkpoints='dissolve' casts each once",
+    )
 
 
 def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def calibrate(
     tell("copies in both directions", 0.0)
     copies = bench.copies(sizes)
     tell("matmul, memory and launches on the device", 0.3)
-    device_tier = _tier(bench, torch.device(device), bench.capacity_bytes, sizes)
+    device_tier = measured_tier(bench, torch.device(device), bench.capacity_bytes, sizes)
     factors = Factors({}, ())
     if device != "cpu":  # factors by kind, measured, predict a processor's steps no better
         factors = factors_of(bench, device_tier, torch.device(device), sizes)
@@ -166,7 +166,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _host_tier(environment: Environment, sizes: Sizes) -> TierSpec:
     memory_bytes = environment.usable_memory_bytes
-    return _tier(CpuBench(memory_bytes), torch.device("cpu"), memory_bytes, sizes)
+    return measured_tier(CpuBench(memory_bytes), torch.device("cpu"), memory_bytes, sizes)
 
 
 def _bench(device: str, environment: Environment) -> Bench:
@@ -179,7 +179,10 @@ def _bench(device: str, environment: Environment) -> Bench:
     )
 
 
-def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes) -> TierSpec:
+def measured_tier(
+    bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes
+) -> TierSpec:
+    """What `device` reaches: rates of products by dtype and of memory, seconds of the least op."""
     on_host = device.type == "cpu"
     side = sizes.matmul_side if on_host else _LARGER_ON_A_CARD * sizes.matmul_side
     flops_per_s = {
