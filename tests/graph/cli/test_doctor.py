@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cotrain_compile.cli.main import app
 from cotrain_compile.runtime import examine as module
 from cotrain_compile.runtime.examine import Finding, examine
+from cotrain_compile.support import limits
 from cotrain_compile.support.units import format_bytes
 
 
@@ -74,7 +75,7 @@ def test_a_card_is_told_with_its_default_budget(
         "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
     )
     monkeypatch.setattr(module, "DRIVER", driver)
-    monkeypatch.setattr(module.limits, "locked_memory_limit_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(limits, "locked_memory_limit_bytes", lambda: 8 << 20)
     every = findings()
     found, pinned = every["card 0"], every["pinned memory"]
     assert "8.0 MiB" in pinned.found
