@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves
 from cotrain_compile.capture.offline.absent_card import absent_card, card_for
 from cotrain_compile.capture.offline.card_attention import assumed
 from cotrain_compile.capture.offline.forked import in_a_copy
-from cotrain_compile.capture.offline.offline import KnownValues, offline, skip_initialisation
+from cotrain_compile.capture.offline.offline import (
+    KnownValues,
+    building,
+    offline,
+    skip_initialisation,
+)
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.pretend import pretended
@@ -90,7 +95,7 @@ def trace_graph(
     with offline():
         tell_phase("building the model")
         on = torch.device(device) if device else nullcontext()
-        with KnownValues() as known, skip_initialisation(known.forget), on:
+        with building(), KnownValues() as known, skip_initialisation(known.forget), on:
             step, arguments = build()
         if dynamic:
             _let_sizes_vary(arguments)

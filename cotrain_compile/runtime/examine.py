@@ -34,6 +34,8 @@ from cotrain_compile.support.units import format_bytes
 
 PACKAGE = "cotrain-compile"
 LOW_DISK_BYTES = 2**30
+# A driver of NVIDIA's says its version here, also where this torch has no CUDA.
+DRIVER = Path("/proc/driver/nvidia/version")
 
 # What `frameworks` brings; the versions that are tested are in `pyproject.toml`.
 FRAMEWORKS = ("transformers", "accelerate", "pytorch-lightning", "lightning-fabric", "peft")
@@ -60,6 +62,7 @@ def examine() -> Iterator[Finding]:
     yield _system()
     yield from _cards()
     yield _host_memory()
+    yield _pinned_memory()
     yield _cores()
     yield _compiler()
     yield _cache()
@@ -117,7 +120,8 @@ def _cards() -> Iterator[Finding]:
         yield Finding(
             f"card {index}",
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{format_bytes(free)} of {format_bytes(total)} free, cuDNN {_cudnn()}"
+            f"{format_bytes(free)} of {format_bytes(total)} free, "
+            f"driver {_driver() or 'not found'}, cuDNN {_cudnn()}"
             + _place(node_of_card(properties)),
             used=f"{format_bytes(max(0, budget_bytes))} as the budget where none is set; "
             f"{machine.source}{_beside(cores_beside(properties))}",
@@ -148,12 +152,20 @@ def _no_card() -> Finding:
         change = (
             "there is a card, but torch finds none: look at nvidia-smi and its driver's version"
         )
+    driver = _driver()
     return Finding(
         "card",
-        "none that torch finds",
+        f"none that torch finds{driver and f', driver {driver}'}",
         used="the emulated device, in this computer's memory; for plans, --machine names a card",
         change=change,
     )
+
+
+def _driver() -> str:
+    """Its version, or "" where there is none."""
+    told = DRIVER.read_text() if DRIVER.is_file() else ""
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", told)
+    return found[1] if found else ""
 
 
 def _cudnn() -> str:
@@ -173,6 +185,20 @@ def _host_memory() -> Finding:
         if 2 * available > usable
         else "more than half of it is taken: end what else runs, or set host_memory_budget",
     )
+
+
+def _pinned_memory() -> Finding:
+    limit, usable = limits.locked_memory_limit_bytes(), limits.usable_memory_bytes()
+    found = "no limit" if limit is None else f"a limit of {format_bytes(limit)} (ulimit -l)"
+    has_card = torch.cuda.is_available()
+    change = ""
+    if has_card and limit is not None and limit < usable:
+        change = (
+            "a driver may refuse to pin more: where a step says so, ulimit -l unlimited, or "
+            "--ulimit memlock=-1 of a container"
+        )
+    used = "as much as a plan keeps on the host, within its budget" if has_card else "no card: none"
+    return Finding("pinned memory", found, used=used, change=change)
 
 
 def _cores() -> Finding:

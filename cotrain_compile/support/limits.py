@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 
@@ -36,6 +37,12 @@ def cgroup_memory_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None
     # Version 1 writes "no limit" as the largest multiple of a page that fits 63 bits.
     limits = [limit for limit in found if limit < 2**62]
     return min(limits, default=None)
+
+
+def locked_memory_limit_bytes() -> int | None:
+    """What this process may lock in memory (`ulimit -l`); None if there is no limit."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if locked == resource.RLIM_INFINITY else locked
 
 
 def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:

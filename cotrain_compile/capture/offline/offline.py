@@ -27,6 +27,8 @@ the public ones, also of those that a library has kept by another name. Tried on
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -45,12 +47,22 @@ from cotrain_compile.errors import CaptureError
 
 _mode: ContextVar[FakeTensorMode | None] = ContextVar("cotrain_offline", default=None)
 
+# What torch says where a tensor of a class of its own is made of one of the mode.
+_OF_A_CLASS = re.compile(r"Creating a new Tensor subclass (\w+) but .* of type FakeTensor")
+
+
+class _Mode(FakeTensorMode):
+    """One mode for all that is made, copies of copies too: torch copies it with a tensor."""
+
+    def __deepcopy__(self, memo: object) -> _Mode:
+        return self
+
 
 @contextmanager
 def offline() -> Iterator[None]:
     """Within it, new tensors have no memory, and so has what tracing makes."""
     with ExitStack() as stack:
-        mode = stack.enter_context(FakeTensorMode())
+        mode = stack.enter_context(_Mode())
         stack.enter_context(
             mock.patch.object(autocast, "__init__", _refusing_to_be_off(autocast.__init__))
         )
@@ -65,6 +77,27 @@ def offline() -> Iterator[None]:
 def made_as_traced() -> AbstractContextManager[Any]:
     """Within it, new tensors are as those of the step: offline they have no memory either."""
     return _mode.get() or nullcontext()
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within it a step is built: that torch refuses a library's tensors is said with the way on.
+
+    Of tensors that are copied torch asks where their memory is, and warns that it was asked.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    except RuntimeError as error:
+        found = _OF_A_CLASS.search(str(error))
+        if found is None:
+            raise
+        raise CaptureError(
+            f"build() makes a tensor of the class {found[1]} of one that has no memory here, which "
+            "torch refuses. For 8 bits bitsandbytes does so; weights that torchao's quantize_ has "
+            "made are traced, and a model with others is captured where its step runs"
+        ) from error
 
 
 def _refusing_to_be_off(original: Callable[..., None]) -> Callable[..., None]:

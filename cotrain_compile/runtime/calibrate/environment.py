@@ -6,7 +6,6 @@ In: /proc, /sys and the limits of the process. Out: an `Environment`, and remark
 from __future__ import annotations
 
 import os
-import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,14 +44,13 @@ class Environment:
 
 def read_environment() -> Environment:
     """The environment of this process, from /proc, /sys and the process's limits."""
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Environment(
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         machine_cores=os.cpu_count() or 1,
         usable_cores=limits.usable_core_count(),
         installed_memory_bytes=limits.installed_memory_bytes(),
         memory_limit_bytes=limits.cgroup_memory_limit_bytes(),
-        locked_memory_limit_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        locked_memory_limit_bytes=limits.locked_memory_limit_bytes(),
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         cuda=torch.cuda.is_available(),
     )

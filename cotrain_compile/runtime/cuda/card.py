@@ -6,7 +6,6 @@ a card of their own that keeps its promises on CPU threads.
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from cotrain_compile.errors import CotrainError, HostMemoryError
 from cotrain_compile.runtime.bound_ops import copy_all
 from cotrain_compile.runtime.cuda.pinned import Event
 from cotrain_compile.runtime.process.cores import cores_beside, run_on
+from cotrain_compile.support import limits
 from cotrain_compile.support.units import format_bytes
 
 Stream = Any
@@ -227,8 +227,8 @@ def register_pinned(
     code = int(register(address, nbytes, _PORTABLE))
     if code != 0:
         clear_error(clear)
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "none" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+        locked = limits.locked_memory_limit_bytes()
+        limit = "none" if locked is None else format_bytes(locked)
         raise HostMemoryError(
             f"the driver cannot pin {format_bytes(nbytes)} of host memory (CUDA error {code}; "
             f"limit on locked memory, ulimit -l: {limit}); raise that limit, free host memory, or "

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cotrain_compile.cli.main import app
 from cotrain_compile.runtime import examine as module
 from cotrain_compile.runtime.examine import Finding, examine
+from cotrain_compile.support import limits
 from cotrain_compile.support.units import format_bytes
 
 
@@ -29,6 +30,8 @@ def test_this_computer_can_train() -> None:
     told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["findings"]
     assert [one["topic"] for one in told] == list(findings())
     assert all(one["found"] for one in told)
+    assert {"card", "host memory", "pinned memory"} <= findings().keys()
+    assert not findings()["pinned memory"].change  # there is no card to pin for
 
 
 def test_what_is_missing_is_named_with_the_way_on(
@@ -54,7 +57,9 @@ def test_another_torch_prevents_a_step(version: str, is_wanted: bool) -> None:
         assert CliRunner().invoke(app, ["doctor"]).exit_code == (0 if is_wanted else 1)
 
 
-def test_a_card_is_told_with_its_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_told_with_its_default_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     total, free = 24 << 30, 6 << 30
     card = SimpleNamespace(name="NVIDIA GeForce RTX 4090", major=8, minor=9, total_memory=total)
     for name, answer in (
@@ -64,8 +69,19 @@ def test_a_card_is_told_with_its_default_budget(monkeypatch: pytest.MonkeyPatch)
         ("mem_get_info", lambda device: (free, total)),
     ):
         monkeypatch.setattr(torch.cuda, name, answer)
-    found = findings()["card 0"]
+    driver = tmp_path / "version"
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    monkeypatch.setattr(module, "DRIVER", driver)
+    monkeypatch.setattr(limits, "locked_memory_limit_bytes", lambda: 8 << 20)
+    every = findings()
+    found, pinned = every["card 0"], every["pinned memory"]
+    assert "8.0 MiB" in pinned.found
+    assert "memlock" in pinned.change
     assert "compute capability 8.9" in found.found
+    assert "driver 570.86.15" in found.found
     assert found.used.startswith(format_bytes(free - total // 20))
     assert "rates of the preset rtx4090" in found.used
     assert "another process" in found.change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import cotrain_compile
 from cotrain_compile.capture.offline.offline import LARGEST, KnownValues, skip_initialisation
+from cotrain_compile.errors import CaptureError
 
 
 @pytest.fixture
@@ -55,6 +57,44 @@ def test_a_model_whose_constructor_reads_rates_from_a_tensor_is_traced() -> None
     traced = cotrain_compile.trace(build)
     assert read == [0, 0.25, 0.5]
     assert sum("native_dropout.default" in op.target for op in traced.ops) == 2
+
+
+def test_a_teacher_that_is_a_copy_of_copied_layers_is_traced() -> None:
+    """`nn.TransformerEncoder` copies its layer; what is then copied again is computed with."""
+
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+        student = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        teacher = copy.deepcopy(student)
+        for own, of_student in zip(teacher.parameters(), student.parameters(), strict=True):
+            own.data.copy_(of_student.data)
+            own.requires_grad_(False)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss: Tensor = (student(x) - teacher(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step, (torch.randn(2, 3, 4),)
+
+    traced = cotrain_compile.trace(build)
+    assert traced.updates
+    assert any("teacher" in buffer.name for buffer in traced.buffers)
+
+
+class Quantized(nn.Parameter):
+    """As bitsandbytes makes its weights of 8 bits."""
+
+    def __new__(cls, data: Tensor) -> Quantized:
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+def test_weights_of_a_librarys_class_are_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"the class Quantized .* torchao's quantize_"):
+        cotrain_compile.trace(lambda: Quantized(torch.zeros(2)))  # type: ignore[arg-type,return-value]
 
 
 def test_values_made_of_constants_are_those_of_eager(known: KnownValues) -> None:

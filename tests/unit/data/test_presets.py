@@ -35,10 +35,12 @@ from cotrain_compile.viz.text.describe import describe_machine
 DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"
 NAMES = {
     *("rtx3060", "rtx3070", "rtx3080", "rtx3080-12", "rtx3080ti", "rtx3090"),
-    *("rtx4060", "rtx4060ti-8", "rtx4060ti-16", "rtx4070", "rtx4070ti-super", "rtx4080", "rtx4090"),
-    *("rtx5070ti", "rtx5080", "rtx5090"),
+    *("rtx4060", "rtx4060ti-8", "rtx4060ti-16", "rtx4070", "rtx4070-super", "rtx4070ti"),
+    *("rtx4070ti-super", "rtx4080", "rtx4080-super", "rtx4090"),
+    *("rtx5070", "rtx5070ti", "rtx5080", "rtx5090"),
     *("rtx3060-laptop", "rtx3070-laptop", "rtx3080-laptop", "rtx4060-laptop", "rtx4070-laptop"),
-    *("rtx4080-laptop", "rtx4090-laptop", "rtx5090-laptop"),
+    *("rtx4080-laptop", "rtx4090-laptop", "rtx5070-laptop", "rtx5070ti-laptop"),
+    *("rtx5080-laptop", "rtx5090-laptop"),
     *("a6000", "rtx6000-ada", "rtxpro6000"),
     *("v100-16", "v100-32", "v100-dgx2", "v100-pcie-16", "v100-pcie-32"),
     *("t4", "a10", "a40", "l4", "l40s"),
