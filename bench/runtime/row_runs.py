@@ -287,12 +287,14 @@ def _exchanged(function: Callable[..., Any], times: int) -> float:
 def _whole_bytes(node: torch.fx.Node) -> int:
     """The larger one of what goes in and what comes out."""
     values = [node.meta["val"], *(each.meta["val"] for each in node.all_input_nodes)]
-    return max(value.nbytes for value in values)
+    return max(int(value.nbytes) for value in values)
 
 
 def train(rank: int, folder: str, rate: str, rounds: int) -> None:
     """On one of the ranks: all cases in turn."""
     take_card(rank, rate)
+    # Cases are steps of one function, whose parameters are of other sizes in each.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     start(rank, RANKS, Path(folder, "store"))
     sizes = Sizes(small_copy_bytes=4096, exchange_bytes=1 << 19, repeats=5)
     network = measured_network(CpuBench(1 << 20), torch.device("cpu"), sizes)
@@ -302,8 +304,6 @@ def train(rank: int, folder: str, rate: str, rounds: int) -> None:
     runs = [Run(case, machine) for case in CASES]
     for number in range(WARM_UP + rounds):
         for run in runs:
-            if rank == 0:
-                print("round", number, run.case.layout, flush=True)
             run.run(counts=number >= WARM_UP)
     records = [_record(run, network) for run in runs]
     if rank == 0:
