@@ -188,17 +188,19 @@ class Case:
         return ROWS * self.layout.micro_batches
 
 
-CASES = (
+WITHOUT_STAGES = (
     Case(Layout(replicate=4)),
     Case(Layout(shard=4)),
     Case(Layout(replicate=2, shard=2)),
     Case(Layout(replicate=2, tensor=2)),
     Case(Layout(shard=2, tensor=2)),
+)
+STAGES = (
     Case(Layout(pipeline=2, replicate=2, micro_batches=4)),
     Case(Layout(pipeline=2, shard=2, micro_batches=4)),
     Case(Layout(pipeline=2, tensor=2, micro_batches=4)),
-    Case(Layout(experts=4)),
 )
+WITH_EXPERTS = (Case(Layout(experts=4)), Case(Layout(replicate=2, experts=2)))
 
 
 def planned(case: Case, network: Network) -> ComposedPlan:
@@ -290,24 +292,43 @@ def _whole_bytes(node: torch.fx.Node) -> int:
     return max(int(value.nbytes) for value in values)
 
 
-def train(rank: int, folder: str, rate: str, rounds: int) -> None:
-    """On one of the ranks: all cases in turn."""
+def train_without_stages(rank: int, folder: str, rate: str, rounds: int) -> None:
+    """On one of the ranks."""
+    _train(WITHOUT_STAGES, rank, Path(folder), rate, rounds)
+
+
+def train_stages(rank: int, folder: str, rate: str, rounds: int) -> None:
+    """On one of the ranks."""
+    _train(STAGES, rank, Path(folder), rate, rounds)
+
+
+def train_experts(rank: int, folder: str, rate: str, rounds: int) -> None:
+    """On one of the ranks."""
+    _train(WITH_EXPERTS, rank, Path(folder), rate, rounds)
+
+
+TRAININGS = (train_without_stages, train_stages, train_experts)
+
+
+def _train(cases: Sequence[Case], rank: int, folder: Path, rate: str, rounds: int) -> None:
+    """All cases in turn."""
     take_card(rank, rate)
     # Cases are steps of one function, whose parameters are of other sizes in each.
     torch._dynamo.config.automatic_dynamic_shapes = False
-    start(rank, RANKS, Path(folder, "store"))
+    done = len(list(folder.glob("found*.json")))
+    start(rank, RANKS, folder / f"store{done}")
     sizes = Sizes(small_copy_bytes=4096, exchange_bytes=1 << 19, repeats=5)
     network = measured_network(CpuBench(1 << 20), torch.device("cpu"), sizes)
     assert network is not None  # there are several ranks
-    machine = Path(folder, f"machine{rank}.json")
+    machine = folder / f"machine{rank}.json"
     files.save(presets.find(presets.THIS_MACHINE).but(network=network), machine)
-    runs = [Run(case, machine) for case in CASES]
+    runs = [Run(case, machine) for case in cases]
     for number in range(WARM_UP + rounds):
         for run in runs:
             run.run(counts=number >= WARM_UP)
     records = [_record(run, network) for run in runs]
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(records))
+        (folder / f"found{done}.json").write_text(json.dumps(records))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -331,7 +352,8 @@ def _record(run: Run, network: Network) -> dict[str, Any]:
 
 def collected(folder: Path) -> dict[str, Any]:
     """All records, with how far they are off."""
-    records = json.loads(Path(folder, "found.json").read_text())
+    found = sorted(folder.glob("found*.json"))
+    records = [record for path in found for record in json.loads(path.read_text())]
     errors = [abs(each["time_error"]) for each in records]
     summary = {"time_error_median": statistics.median(errors), "time_error_worst": max(errors)}
     return {"records": records, "summary": summary}
@@ -357,7 +379,7 @@ def table(result: Mapping[str, Any]) -> str:
 BENCH = RankBench(
     "bench.runtime.row_runs",
     __doc__ or "",
-    ((train, RANKS),),
+    [(train, RANKS) for train in TRAININGS],
     network=lambda rate: HUB,
     rate="200mbit",
     rounds=3,
