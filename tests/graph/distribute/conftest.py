@@ -36,6 +36,14 @@ def five_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
+def rank_of_four() -> Iterator[None]:
+    """As `rank_of_two`, of four."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def rank_of_two() -> Iterator[None]:
     """A process group of two ranks, of which the other is not there and exchanges nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
