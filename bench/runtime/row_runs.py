@@ -57,7 +57,7 @@ from cotrain_compile.support.units import format_bytes, format_seconds
 
 RANKS, LAYERS, WIDTH, INNER, EXPERTS = 4, 4, 128, 256, 4
 ROWS, TOKENS = 16, 4  # samples of a replica in a micro-batch, and tokens of a sample
-FORWARD_S, BACKWARD_S = 0.1 / ROWS, 0.2 / ROWS  # of a sample
+FORWARD_S, BACKWARD_S = 0.4 / ROWS, 0.8 / ROWS  # of a sample
 WARM_UP = 1
 
 
@@ -407,8 +407,8 @@ BENCH = RankBench(
     __doc__ or "",
     [(train, RANKS) for train in TRAININGS],
     network=lambda rate: HUB,
-    rate="200mbit",
-    rounds=3,
+    rate="50mbit",
+    rounds=2,
     collected=collected,
     table=table,
 )
