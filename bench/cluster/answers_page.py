@@ -17,6 +17,7 @@ from bench.cluster.six_clusters import words
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[2]
+SPENT = ("computing", "exchanges", "hosts", "other ranks")
 RESULTS = ROOT / "bench" / "results" / "six_clusters.json"
 PAGE = ROOT / "docs" / "which_clusters.md"
 
@@ -24,8 +25,8 @@ HEAD = """# Six clusters, and why
 
 What `cotrain-compile cluster` answers for {models} on six clusters, 256 sequences of 2048 tokens a
 step, mixed precision, AdamW, clipping. *Simulated*: nothing was run. Each answer says what the
-seconds of the best strategy go to, and for the others what they spend more and less than it; both
-are found by simulating the step without exchanges, then without hosts
+seconds of the best strategy go to. Others take so many times as long; of which seconds they have
+more and less is in the columns: computing, and waiting for exchanges, hosts and other ranks
 ([how](cluster.md#one-answer)).
 
 What the six have in common:
@@ -67,23 +68,34 @@ def _answer(row: Mapping[str, Any]) -> Iterator[str]:
         f"all devices' time is computing that is needed. Why: {words(best)}. Setting: "
         f"{_short(best['setting'])}.\n"
     )
-    yield "| not | because | its setting |"
-    yield "|---|---|---|"
-    yield from (f"| {one['name']} | {one['loses']} | {_short(one['setting'])} |" for one in others)
-    unfit = [one for one in row["strategies"] if one["fits"] is False]
-    for one in unfit:
-        yield f"| {one['name']} | does not fit: {_first(one['reason'])} | |"
+    yield "| not | times | computing | exchanges | hosts | other ranks |"
+    yield "|---" + "|---:" * 5 + "|"
+    yield from (_behind(one, best) for one in others)
     yield ""
+    reasons: dict[str, list[str]] = {}
+    for one in row["strategies"]:
+        if one["fits"] is False:
+            reasons.setdefault(one["reason"].partition(";")[0], []).append(one["name"])
+    if reasons:
+        told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        yield f"Does not fit: {told}.\n"
+
+
+def _behind(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    """How many times as long it takes, and where it spends more than the best, in seconds."""
+    more = (one["spent_s"].get(what, 0.0) - best["spent_s"].get(what, 0.0) for what in SPENT)
+    told = (f"{s:+.2f}" if abs(s) >= 0.005 else "" for s in more)
+    if not one["spent_s"]:
+        told = iter([""] * len(SPENT))
+    return " | ".join(
+        (f"| {one['name']}", f"{one['step_s'] / best['step_s']:.2f}", *told, "")
+    ).strip()
 
 
 def _short(setting: str) -> str:
     """With the number of stages in place of their names."""
     said, _, names = setting.partition("; stages begin at ")
     return f"{said}; {names.count(',') + 2} stages" if names else said
-
-
-def _first(reason: str) -> str:
-    return reason.partition(";")[0]
 
 
 def main() -> None:

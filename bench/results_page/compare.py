@@ -91,6 +91,7 @@ SECTIONS = (
     Section("Servers of several cards", "several_cards", tables.several_cards),
     Section("Six clusters", "six_clusters", tables.six_clusters),
     Section("Megatron's table", "megatron", tables.megatron),
+    Section("FSDP and Alpa", "published_layouts", own_table("cluster.others")),
     Section(
         "Plans of a cluster, predicted against measured",
         "cluster_runs",

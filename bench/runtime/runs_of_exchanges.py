@@ -33,7 +33,8 @@ from bench.runtime.slow_model import (
 )
 from cotrain_compile.cluster.helpers import share
 from cotrain_compile.cluster.widths import WidthProblem, width_timeline
-from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange
+from cotrain_compile.distribute.cpu_helpers import HelpedExchange
+from cotrain_compile.distribute.helped_rounds import ROUNDS
 from cotrain_compile.machine import Network
 
 WIDTHS = {f"layers.{layer}": 2 if layer < LAYERS // 2 else 1 for layer in range(LAYERS)}

@@ -14,8 +14,9 @@ takes n M_cpu / B. The paper prints M_cpu / B for that in its equation 4, from w
 other shares. Chunks of the gradients go in the order of their next use. No torch.
 
 `judge_helpers` is what becomes of a step where idle CPU machines sum its gradients, against NCCL.
-In: a layer profile, a cluster of machines of one device each, samples a device. Out: the step both
-ways, and which to use with the figure that decides it. Latencies count in neither.
+In: a layer profile, a cluster of machines of as many devices each, samples a device. Out: the step
+both ways, and which to use with the figure that decides it. Latencies count in neither. Devices of
+a machine add up their gradients among themselves first, and share what comes back.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def judge_helpers(profile: LayerProfile, cluster: Cluster, samples: int) -> Help
     devices and CPU machines apart: all wait for that one, and shares are equal.
 
     Raises:
-        OptionError: there is one machine with devices, or one with several of them.
+        OptionError: there is one machine with devices, or they have not as many each.
     """
     worked = [group for group in cluster.groups if group.devices]
     helping = [group for group in cluster.groups if not group.devices]
@@ -268,11 +269,11 @@ def judge_helpers(profile: LayerProfile, cluster: Cluster, samples: int) -> Help
             f"cluster {cluster.name} has one machine with devices, whose gradients cross no "
             "network; within one machine keep NCCL"
         )
-    if several := [group.name for group in worked if group.device_count > 1]:
+    if len({group.device_count for group in worked}) > 1:
+        names = ", ".join(group.name for group in worked)
         raise OptionError(
-            f"machines {', '.join(several)} of {cluster.name} have several devices, and CPU "
-            "machines sum the gradients of machines of one device each; take `replicate`, whose "
-            "gradients NCCL sums"
+            f"machines {names} of {cluster.name} have not as many devices each, and CPU machines "
+            "sum the gradients of machines that have; take `replicate`, whose gradients NCCL sums"
         )
     nbytes, rate = profile.grad_bytes, _network_card(worked)
     helper_rate = _network_card(helping) if helping else None
@@ -283,7 +284,10 @@ def judge_helpers(profile: LayerProfile, cluster: Cluster, samples: int) -> Help
         sharing.machines,
         update_bytes_per_parameter=ADAMW_BYTES_PER_PARAMETER,
     )
-    helpers_s = max(sharing.seconds, *(_to_host_s(group, nbytes) for group in worked))
+    helpers_s = max(
+        sharing.seconds,
+        *(max(_to_host_s(group, nbytes), _within_s(group, nbytes)) for group in worked),
+    )
     if not work.sums:
         helpers_s = max(helpers_s, sharing.seconds * work.sum_touches / work.available)
     compute_s = sum(layer.compute_s(samples) for layer in profile.layers)
@@ -299,10 +303,24 @@ def judge_helpers(profile: LayerProfile, cluster: Cluster, samples: int) -> Help
 
 
 def _to_host_s(group: MachineGroup, nbytes: float) -> float:
-    """How long the one device of a machine and its host take to give each other all gradients."""
-    (machine,) = group.each
-    rates = [machine.d2h.bytes_per_s, machine.h2d.bytes_per_s]
-    return nbytes / min(rates + [switch.up_bytes_per_s for switch in group.switches])
+    """How long devices of a machine and its host take to give each other all gradients, each its
+    part of them."""
+    part = nbytes / group.device_count
+    ways = [
+        part / rate
+        for machine in group.each
+        for rate in (machine.d2h.bytes_per_s, machine.h2d.bytes_per_s)
+    ]
+    ways += [len(switch.devices) * part / switch.up_bytes_per_s for switch in group.switches]
+    return max(ways)
+
+
+def _within_s(group: MachineGroup, nbytes: float) -> float:
+    """How long devices of a machine take to add up all gradients, and to share the sums."""
+    if group.peers is None:
+        return 0.0
+    each = group.device_count
+    return 2 * (each - 1) / each * nbytes / group.peers.bytes_per_s
 
 
 def _network_card(groups: Sequence[MachineGroup]) -> float:

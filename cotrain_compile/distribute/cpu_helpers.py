@@ -7,12 +7,13 @@ each part goes to the rank that owns it by the planner's shares, and its sum to 
 sums of a round come back, gradients of the next one go to their owners, so that network cards send
 and receive at once, as the planner's figures have it. Rounds are of the last parameters first, as a
 backward makes their gradients, so that all but the last rounds can go on beside it.
+
+Where a machine has several workers, they add up a round among themselves first, and one of them,
+each in turn, brings it and gives them the sums that come back: what leaves a machine is one copy.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,21 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cotrain_compile.cluster.helpers import (
-    CHUNK_BYTES,
-    Chunk,
-    Sharing,
-    chunks_of,
-    sent_bytes,
-    share,
-)
+from cotrain_compile.cluster.helpers import CHUNK_BYTES, sent_bytes
+from cotrain_compile.distribute.helped_rounds import Flat, Places, rounds_of
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of, timeout_of
 from cotrain_compile.distribute.ranks import calls_in_order
 from cotrain_compile.errors import DistributeError, ExchangeFailed, OptionError, RanksApart
-
-# In the first half of the first round, and in the second half of the last, helpers only receive or
-# only send: with so many rounds an exchange takes an eighth longer than the planner's.
-ROUNDS = 8
 
 
 class _Does(IntEnum):
@@ -51,57 +42,20 @@ class _Does(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """Gradients of one type that go in a round, and who owns which elements of them."""
-
-    dtype: torch.dtype
-    params: tuple[tuple[str, nn.Parameter], ...]
-    sharing: Sharing
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def owned(self) -> list[int]:
-        """How many elements each rank sums."""
-        counts = [0] * (self.sharing.machines + self.sharing.helpers)
-        for chunk in self.chunks:
-            counts[chunk.owner] += chunk.nbytes // self.dtype.itemsize
-        return counts
-
-    @property
-    def exchanged(self) -> list[nn.Parameter]:
-        """The parameters of which some elements go in this round."""
-        by_name = dict(self.params)
-        return [by_name[name] for name in dict.fromkeys(chunk.layer for chunk in self.chunks)]
-
-    def pieces(self) -> list[tuple[int, nn.Parameter, slice]]:
-        """The elements of parameters, with their owners, those of one owner next to each other."""
-        by_name = dict(self.params)
-        size = self.dtype.itemsize
-        return [
-            (
-                chunk.owner,
-                by_name[chunk.layer],
-                slice(chunk.begin // size, (chunk.begin + chunk.nbytes) // size),
-            )
-            for chunk in sorted(self.chunks, key=lambda chunk: chunk.owner)
-        ]
-
-
-@dataclass(frozen=True)
 class _UnderWay:
-    """An all-to-all that has begun, with what it reads and writes."""
+    """An all-to-all that has begun, with what it reads and writes; no `work` where another worker
+    of the machine brings it."""
 
-    flat: _Flat
+    flat: Flat
     given: torch.Tensor
     output: torch.Tensor
     work: Any
 
     def wait(self) -> torch.Tensor:
         """What came."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise _lost(error) from error
+        if self.work is not None:
+            with _lost_ranks():
+                self.work.wait()
         return self.output
 
 
@@ -112,27 +66,56 @@ class HelpedExchange:
     """
 
     def __init__(
-        self, model: nn.Module, helpers: int, helper_rate: float, chunk_bytes: int
+        self,
+        model: nn.Module,
+        helpers: int,
+        helper_rate: float,
+        chunk_bytes: int,
+        devices_a_machine: int,
     ) -> None:
         self.workers = dist.get_world_size() - helpers
         self.helpers = helpers
         self.rank = dist.get_rank()
         self.sent_bytes = 0
         self._is_under_way = False
-        self._flats = _flats(model, self.workers, helpers, helper_rate, chunk_bytes)
+        if self.workers % devices_a_machine:
+            raise OptionError(
+                f"{self.workers} workers are not on machines of {devices_a_machine} devices each; "
+                "start as many on each machine, helpers behind all of them"
+            )
+        machines = self.workers // devices_a_machine
+        self._places = Places(machines, devices_a_machine, helpers)
+        self._flats = rounds_of(model, machines, helpers, helper_rate, chunk_bytes)
         ranks = tuple(range(self.workers + helpers))
         wait = min(LONGEST, timeout_of(dist.group.WORLD))
         meeting_of(ranks).meet(
-            f"helpers {helpers} {[(flat.dtype, flat.chunks) for flat in self._flats]}",
+            f"{self._places} {[(flat.dtype, flat.chunks) for flat in self._flats]}",
             lambda: (
-                f"has {helpers} helpers of rate {helper_rate} and a model of "
+                f"has {helpers} helpers of rate {helper_rate}, {devices_a_machine} devices a "
+                f"machine, and a model of "
                 f"{sum(param.numel() for param in model.parameters())} parameters"
             ),
         )
         self._group: Any = dist.new_group(backend="gloo", timeout=wait)
         among = dist.new_group(list(ranks[: self.workers]), backend="gloo", timeout=wait)
+        self._carrying, self._machine = self._groups(list(ranks[self.workers :]), wait)
         if not self.helps:
             _start_equal(model, among)
+
+    def _groups(self, helpers: list[int], wait: Any) -> tuple[list[Any], Any]:
+        """Those that carry rounds, by their numbers, and that of this rank's machine."""
+        places = self._places
+        if places.each == 1:
+            return [self._group], None
+        carrying = [
+            dist.new_group([*places.carriers(number), *helpers], backend="gloo", timeout=wait)
+            for number in range(places.each)
+        ]
+        machines = [
+            dist.new_group(places.machine(number), backend="gloo", timeout=wait)
+            for number in range(places.machines)
+        ]
+        return carrying, None if self.helps else machines[places.of_rank(self.rank)]
 
     @property
     def helps(self) -> bool:
@@ -142,7 +125,9 @@ class HelpedExchange:
     @property
     def planned_bytes(self) -> int:
         """What this rank sends in each exchange, by the planner."""
-        return sum(sent_bytes(flat.chunks, flat.sharing)[self.rank] for flat in self._flats)
+        place = self._places.of_rank(self.rank)
+        own = filter(self._carries, self._flats)
+        return sum(sent_bytes(flat.chunks, flat.sharing)[place] for flat in own)
 
     def average_gradients(self) -> None:
         """Every gradient becomes its mean over the workers; called by each of them after backward.
@@ -226,10 +211,8 @@ class HelpedExchange:
         """What all workers do next; raises where they do different things."""
         own = torch.tensor([does])
         found = [torch.empty_like(own) for _ in range(self.workers + self.helpers)]
-        try:
+        with _lost_ranks():
             dist.all_gather(found, own, group=self._group)
-        except RuntimeError as error:
-            raise _lost(error) from error
         each = [_Does(int(value)) for value in found]
         failed = [rank for rank, other in enumerate(each) if other is _Does.FAIL]
         if failed:
@@ -268,7 +251,7 @@ class HelpedExchange:
         for sums in coming:
             self._keep(sums)
 
-    def _to_owners(self, flat: _Flat) -> _UnderWay:
+    def _to_owners(self, flat: Flat) -> _UnderWay:
         """Gradients of a round begin to go."""
         pieces = [] if self.helps else flat.pieces()
         own = torch.empty(sum(part.stop - part.start for _, _, part in pieces), dtype=flat.dtype)
@@ -278,17 +261,21 @@ class HelpedExchange:
             end = begin + part.stop - part.start
             own[begin:end] = param.grad.flatten()[part]
             begin = end
+        if self._machine is not None:
+            with _lost_ranks():
+                dist.reduce(own, self._carrier(flat), group=self._machine)
         mine, to_owners = self._counts(flat)
         return self._begin(flat, own, received=mine, sent=to_owners)
 
-    def _to_workers(self, flat: _Flat, came: torch.Tensor) -> _UnderWay:
+    def _to_workers(self, flat: Flat, came: torch.Tensor) -> _UnderWay:
         """Sums of the gradients that came begin to go back.
 
         Terms come in the order of ranks, and each sum is made once: all workers get equal bits.
         """
         mine, to_owners = self._counts(flat)
-        total = came.view(self.workers, len(came) // self.workers).sum(0, dtype=flat.dtype)
-        return self._begin(flat, total.repeat(self.workers), received=to_owners, sent=mine)
+        machines = self._places.machines
+        total = came.view(machines, len(came) // machines).sum(0, dtype=flat.dtype)
+        return self._begin(flat, total.repeat(machines), received=to_owners, sent=mine)
 
     def _keep(self, coming: _UnderWay) -> None:
         """When sums have come a worker has their means as gradients."""
@@ -296,6 +283,9 @@ class HelpedExchange:
         if self.helps:
             return
         sums /= self.workers
+        if self._machine is not None:
+            with _lost_ranks():
+                dist.broadcast(sums, self._carrier(coming.flat), group=self._machine)
         begin = 0
         with torch.no_grad():
             for _, param, part in coming.flat.pieces():
@@ -306,23 +296,32 @@ class HelpedExchange:
                 param.grad.view(-1)[part] = sums[begin:end].to(param.grad.device)
                 begin = end
 
-    def _counts(self, flat: _Flat) -> tuple[list[int], list[int]]:
+    def _counts(self, flat: Flat) -> tuple[list[int], list[int]]:
         """Elements that each worker has of what this rank sums, and each owner of this worker's."""
-        owned, none = flat.owned, [0] * (self.workers + self.helpers)
-        mine = [owned[self.rank]] * self.workers + none[self.workers :]
+        machines = self._places.machines
+        owned, none = flat.owned, [0] * (machines + self.helpers)
+        mine = [owned[self._places.of_rank(self.rank)]] * machines + none[machines:]
         return mine, none if self.helps else owned
 
+    def _carries(self, flat: Flat) -> bool:
+        """Whether this rank brings it, or helps."""
+        return self.helps or self.rank == self._carrier(flat)
+
+    def _carrier(self, flat: Flat) -> int:
+        """The rank of this machine that brings a round."""
+        return self._places.carriers(flat.number)[self._places.of_rank(self.rank)]
+
     def _begin(
-        self, flat: _Flat, given: torch.Tensor, received: list[int], sent: list[int]
+        self, flat: Flat, given: torch.Tensor, received: list[int], sent: list[int]
     ) -> _UnderWay:
         output = torch.empty(sum(received), dtype=flat.dtype)
-        try:
-            work = dist.all_to_all_single(
-                output, given, received, sent, group=self._group, async_op=True
-            )
-        except RuntimeError as error:
-            raise _lost(error) from error
-        self.sent_bytes += (sum(sent) - sent[self.rank]) * given.element_size()
+        if not self._carries(flat):
+            return _UnderWay(flat, given, output, None)
+        group = self._carrying[flat.number % self._places.each]
+        with _lost_ranks():
+            work = dist.all_to_all_single(output, given, received, sent, group=group, async_op=True)
+        kept = sent[self._places.of_rank(self.rank)]
+        self.sent_bytes += (sum(sent) - kept) * given.element_size()
         return _UnderWay(flat, given, output, work)
 
 
@@ -332,11 +331,13 @@ def cpu_helpers(
     *,
     helper_rate: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
+    devices_a_machine: int = 1,
 ) -> HelpedExchange:
     """An exchange of gradients in which the last `helpers` ranks sum those of the others.
 
     Every rank calls it with the same model; helpers may have it on the meta device. Workers start
     with what rank 0 holds. `helper_rate` is how many times as fast the network of a helper is.
+    Workers next to each other, as many as `devices_a_machine` says, are on one machine.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise DistributeError(
@@ -345,30 +346,9 @@ def cpu_helpers(
         )
     if chunk_bytes < 8 or chunk_bytes % 8:
         raise OptionError(f"chunk_bytes must be a multiple of 8, not {chunk_bytes}")
-    return HelpedExchange(model, helpers, helper_rate, chunk_bytes)
-
-
-def _flats(
-    model: nn.Module, workers: int, helpers: int, helper_rate: float, chunk_bytes: int
-) -> tuple[_Flat, ...]:
-    by_type: defaultdict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, param in reversed(list(model.named_parameters())):
-        if param.requires_grad and param.numel():
-            by_type[param.dtype].append((name, param))
-    if not by_type:
-        raise DistributeError("the model has no parameters to train")
-    flats = []
-    for dtype, params in by_type.items():
-        sizes = [(name, param.numel() * dtype.itemsize) for name, param in params]
-        sharing = share(workers, helpers, sum(size for _, size in sizes), 1.0, helper_rate)
-        chunks = chunks_of(sizes, sharing, chunk_bytes)
-        rounds = max(1, min(ROUNDS, sum(chunk.nbytes for chunk in chunks) // chunk_bytes))
-        each = math.ceil(len(chunks) / rounds)
-        flats += [
-            _Flat(dtype, tuple(params), sharing, chunks[first : first + each])
-            for first in range(0, len(chunks), each)
-        ]
-    return tuple(flats)
+    if devices_a_machine < 1:
+        raise OptionError(f"devices_a_machine must be at least 1, not {devices_a_machine}")
+    return HelpedExchange(model, helpers, helper_rate, chunk_bytes, devices_a_machine)
 
 
 def _start_equal(model: nn.Module, workers: Any) -> None:
@@ -379,6 +359,15 @@ def _start_equal(model: nn.Module, workers: Any) -> None:
             staged = tensor.detach().cpu().contiguous()
             dist.broadcast(staged, 0, group=workers)
             tensor.copy_(staged)
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Errors of an exchange say that another rank is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _lost(error) from error
 
 
 def _lost(error: BaseException) -> ExchangeFailed:

@@ -1,7 +1,8 @@
 """Grid: the ranks of a pipeline, with stages along one dimension of a mesh.
 
 Along "replicate" and "shard" ranks have the same stages and other samples, along "tensor" the same
-samples and a part of each layer. What replicas exchange beside the graphs of their turns is what
+samples and a part of each layer, along "experts" other samples and a part of the experts, which
+work on the tokens of all of them. What replicas exchange beside the graphs of their turns is what
 `DistributedDataParallel` would: values of the first one when they begin, its buffers before each
 step, and sums of gradients after the last micro-batch, in place.
 
@@ -31,7 +32,8 @@ from cotrain_compile.distribute.shard import shard
 from cotrain_compile.errors import DistributeError
 
 STAGES, REPLICATE, SHARD, TENSOR = "pipeline", "replicate", "shard", "tensor"
-_KNOWN = (STAGES, REPLICATE, SHARD, TENSOR)
+EXPERTS = "experts"
+_KNOWN = (STAGES, REPLICATE, SHARD, EXPERTS, TENSOR)
 
 
 class Grid:
@@ -52,16 +54,18 @@ class Grid:
             self.group = mesh.get_group(STAGES)
             self._places = [self._place(mesh, rank) for rank in range(mesh.size())]
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.summed = self._size(REPLICATE)
+        self.summed = self._size(REPLICATE) * self._size(EXPERTS)
         self.replicas = self.summed * self._size(SHARD)
         self.replica = self._places[dist.get_rank()][1]
         self.shard, self.tensor = self._along(SHARD), self._along(TENSOR)
+        self.experts = self._along(EXPERTS)
 
     def _place(self, mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
         """The stage, the replica, and the part of layers of a rank."""
         (found,) = (mesh.mesh == rank).nonzero().tolist()
         at = dict(zip(mesh.mesh_dim_names or (), found, strict=True))
         replica = at.get(REPLICATE, 0) * self._size(SHARD) + at.get(SHARD, 0)
+        replica = replica * self._size(EXPERTS) + at.get(EXPERTS, 0)
         return at[STAGES], replica, at.get(TENSOR, 0)
 
     def _along(self, name: str) -> DeviceMesh | None:
@@ -85,7 +89,7 @@ class Grid:
 
     def send_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give `tensors` the values that the first replica has."""
-        self._send(list(tensors), (SHARD, REPLICATE))
+        self._send(list(tensors), (EXPERTS, SHARD, REPLICATE))
 
     def begin_alike(self, tensors: Iterable[torch.Tensor]) -> None:
         """`send_first`, to the ranks that share layers too; parts are sent to those with the same.
@@ -95,16 +99,20 @@ class Grid:
         tensors = list(tensors)
         parts = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-        self._send(whole, (TENSOR, SHARD, REPLICATE))
+        self._send(whole, (TENSOR, EXPERTS, SHARD, REPLICATE))
         self._send([part.to_local() for part in parts], (REPLICATE,))
 
     def add_up(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Make `gradients` their sums over all replicas; those of shards are, along these."""
-        over = self._along(REPLICATE)
-        if over is not None:
-            own = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-            group = over.get_group()
-            _await([dist.all_reduce(each, group=group, async_op=True) for each in own])
+        """Make `gradients` their sums over all replicas; those of shards are, along these, and
+        those of experts, whose tokens came from all."""
+        gradients = list(gradients)
+        shared = [each for each in gradients if not _of_experts(each)]
+        for dimension, summed in ((EXPERTS, shared), (REPLICATE, gradients)):
+            over = self._along(dimension)
+            if over is not None:
+                own = [each.to_local() if isinstance(each, DTensor) else each for each in summed]
+                group = over.get_group()
+                _await([dist.all_reduce(each, group=group, async_op=True) for each in own])
 
     def _send(self, tensors: Sequence[torch.Tensor], dimensions: Sequence[str]) -> None:
         for name in dimensions:
@@ -126,10 +134,16 @@ def _refuse_other(mesh: DeviceMesh) -> None:
             'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate")) has two '
             "stages, twice"
         )
-    if all(name in names and mesh.size(names.index(name)) > 1 for name in (SHARD, TENSOR)):
+    divided = [n for n in (SHARD, EXPERTS, TENSOR) if n in names and mesh.size(names.index(n)) > 1]
+    if len(divided) > 1:
         raise DistributeError(
-            f"stages are not both sharded and split ({mesh}); take one of the two, or replicas"
+            f"stages are not divided along both {' and '.join(divided[:2])} ({mesh}); take one of "
+            "these, or replicas"
         )
+
+
+def _of_experts(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, DTensor) and EXPERTS in (gradient.device_mesh.mesh_dim_names or ())
 
 
 def _await(works: Iterable[Any]) -> None:
@@ -148,7 +162,7 @@ def divide(
 
     Raises `DistributeError` for stages that are swapped, and where nothing says what is split.
     """
-    if grid.tensor is None and grid.shard is None:
+    if grid.tensor is None and grid.shard is None and grid.experts is None:
         return
     require_dtensor_steps()
     if plan.swapped:
@@ -162,15 +176,24 @@ def divide(
             '{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}'
         )
     for stage in stages:
-        if grid.tensor is not None:
-            splits = _in_stage(stage, tensor_plan)
-            if splits:
-                parallelize_module(stage, grid.tensor, splits)
+        for over, dimension in ((grid.tensor, TENSOR), (grid.experts, EXPERTS)):
+            splits = _in_stage(stage, along(tensor_plan, dimension))
+            if over is not None and splits:
+                parallelize_module(stage, over, splits)
         if grid.shard is not None:
             shard(stage, grid.shard)
         for name, param in stage.named_parameters():
             owner, _, own = name.rpartition(".")
             model.get_submodule(owner)._parameters[own] = param
+
+
+def along(plan: Mapping[str, ParallelStyle], dimension: str) -> dict[str, ParallelStyle]:
+    """The styles of `plan` for that dimension of a mesh: torch's own are for "tensor"."""
+    return {
+        name: style
+        for name, style in plan.items()
+        if getattr(style, "dimension", TENSOR) == dimension
+    }
 
 
 def is_called(name: str, pattern: str) -> bool:

@@ -22,17 +22,18 @@ Plan = str | os.PathLike[str] | Layout | StagePlan | Mapping[str, int]
 _ELSEWHERE = {
     "burst": "cotrain_compile.burst(model, plan)",
     "byteps": "cotrain_compile.cpu_helpers(model, helpers)",
-    "harmony-dp": 'DistributedDataParallel, with micro_batch_order="by-layer" in the options',
 }
 _DATA_PARALLEL = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
 class RanksRow:
-    """A row of an answer as ranks run it; `stages` where its layout has a pipeline."""
+    """A row of an answer as ranks run it; `stages` where its layout has a pipeline. Harmony's
+    replicas run micro-batches `by_layer`."""
 
     layout: Layout
     stages: StagePlan | None = None
+    by_layer: bool = False
 
 
 def read_row(
@@ -96,7 +97,8 @@ def _row_of(answer: Answer, where: str, strategy: str | None) -> RanksRow:
 
 def _row_of_strategy(found: RankedStrategy) -> RanksRow:
     if found.layout is not None:
-        return RanksRow(found.layout, found.stages)
+        by_layer = found.name == "harmony-dp" and found.layout.micro_batches > 1
+        return RanksRow(found.layout, found.stages, by_layer)
     if found.stages is not None:
         return RanksRow(Layout(pipeline=found.devices), found.stages)
     if found.name in _DATA_PARALLEL:

@@ -27,6 +27,7 @@ from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.distribute.clip import clip_grad_norm
 from cotrain_compile.distribute.ranks import note_unequal_batches, require_dtensor_steps
 from cotrain_compile.errors import DistributeError, OptionError
+from cotrain_compile.pipelining.grid import along
 from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
 from cotrain_compile.pipelining.together import StageRanks, compared
 from cotrain_compile.pipelining.turns import LossFunction
@@ -149,7 +150,7 @@ def scale(
     ranks.make(lambda: None, [("layout", files.to_json(row.layout)), *same, _told(splits)])
     mesh = mesh_of(row.layout, next(model.parameters()).device)
     begin_alike(model)
-    chosen = dict(options or {})
+    chosen = ({"micro_batch_order": "by-layer"} if row.by_layer else {}) | dict(options or {})
     if row.stages is None:
         made = ranks.make(lambda: wrapped(model, row.layout, mesh, splits))
         return Scaled(made, row.layout, mesh, loss_fn, chosen)
@@ -166,11 +167,12 @@ def _splits(
     given: Mapping[str, ParallelStyle] | None,
     experts: Sequence[str],
 ) -> dict[str, ParallelStyle]:
+    found: dict[str, ParallelStyle] = {}
+    if row.layout.tensor > 1:
+        found |= tensor_plan_of(model, given, sequence=row.layout.sequence)
     if row.layout.experts > 1:
-        return expert_plan_of(model, experts)
-    if row.layout.tensor == 1:
-        return {}
-    return tensor_plan_of(model, given, sequence=row.layout.sequence)
+        found |= expert_plan_of(model, experts)
+    return found
 
 
 def _told(splits: Mapping[str, ParallelStyle]) -> tuple[str, str]:
@@ -244,10 +246,11 @@ def _step_in_stages(
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     """A mesh of all ranks: the dimensions of `layout` that divide anything.
 
-    Replicas of split layers are those of one shard each, which `fully_shard` knows.
+    Replicas of divided layers or experts are those of one shard each, which `fully_shard` knows.
     """
     sizes = dict(layout.mesh)
-    if layout.replicate > 1 and layout.tensor > 1:
+    divided = layout.tensor > 1 or layout.experts > 1
+    if layout.replicate > 1 and divided and layout.pipeline == 1:
         sizes = {name: size for name, size in layout.sizes.items() if size > 1 or name == "shard"}
     sizes = sizes or {"replicate": 1}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -261,7 +264,7 @@ def wrapped(
     for dimension in ("tensor", "experts"):
         if layout.sizes[dimension] > 1:
             require_dtensor_steps()
-            parallelize_module(model, mesh[dimension], dict(splits))
+            parallelize_module(model, mesh[dimension], along(splits, dimension))
     if "shard" in names:
         require_dtensor_steps()
         over = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]

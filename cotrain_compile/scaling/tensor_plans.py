@@ -135,11 +135,13 @@ def _shared_in(model: nn.Module, pattern: str) -> list[tuple[str, str]]:
 
 
 class ExpertParallel(ParallelStyle):
-    """The style of a module of experts, beside torch's.
+    """The style of a module of experts, beside torch's, along `dimension` of a mesh.
 
     `module(rows)` is as before for rows of all experts. Its parameters are DTensors, whose
     gradients are sums over the losses of all ranks.
     """
+
+    dimension = "experts"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Raises `DistributeError` where the parameters are not one row for each expert."""
@@ -164,29 +166,54 @@ class ExpertParallel(ParallelStyle):
 def take_means(params: Iterable[torch.Tensor], group_name: str, ranks: int) -> None:
     """Make the gradients of `params` means over the losses of all ranks, of experts and others."""
     for param in params:
-        if param.grad is not None and isinstance(param.grad, DTensor):
+        if param.grad is None:
+            continue
+        if not isinstance(param.grad, DTensor):
+            take_mean(param, group_name, ranks)
+        elif "experts" in (param.grad.device_mesh.mesh_dim_names or ()):
             with torch.no_grad():
                 param.grad.mul_(1.0 / ranks)
-        elif param.grad is not None:
-            take_mean(param, group_name, ranks)
+        else:
+            _take_mean_of_part(param.grad, group_name, ranks)
+
+
+def _take_mean_of_part(gradient: DTensor, group_name: str, ranks: int) -> None:
+    """Of a parameter in parts: ranks of the group have the same one."""
+    with torch.no_grad():
+        part = (gradient.to_local() * (1.0 / ranks)).contiguous()
+        total = torch.ops._c10d_functional.all_reduce(part, "sum", group_name)
+        mean = torch.ops._c10d_functional.wait_tensor(total)
+        whole = DTensor.from_local(
+            mean,
+            gradient.device_mesh,
+            gradient.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+        gradient.copy_(whole)
 
 
 def _dispatching(module: nn.Module, group_name: str, ranks: int) -> type[nn.Module]:
     """The class of `module`, whose forward exchanges rows and works on this rank's parts."""
     base = type(module)
-    names = [name for name, param in module._parameters.items() if param is not None]
-    members: dict[str, Any] = {name: _own_part(name) for name in names}
-    members["forward"] = _exchanging(base.forward, group_name, ranks)
+    members: dict[str, Any] = {"forward": _exchanging(base.forward, group_name, ranks)}
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     return type(base.__name__, (base,), members)
 
 
-def _own_part(name: str) -> property:
-    def read(module: nn.Module) -> Any:
-        param = module._parameters[name]
-        return param.to_local() if isinstance(param, DTensor) else param
+class _OwnParts:
+    """A module as its forward sees it: of its parameters the parts that this rank has.
 
-    return property(read)
+    They are read as attributes of the module, as what shards them further expects.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _exchanging(
@@ -196,7 +223,7 @@ def _exchanging(
     def run(self: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         # By owner of the expert, then by rank whose tokens they are, and back.
         received = _exchange(rows, group_name, ranks).unflatten(0, (ranks, -1))
-        made = forward(self, received.transpose(0, 1).flatten(1, 2))
+        made = forward(_OwnParts(self), received.transpose(0, 1).flatten(1, 2))
         back = made.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         return _exchange(back, group_name, ranks)
 

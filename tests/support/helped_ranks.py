@@ -27,12 +27,16 @@ def mixed_model() -> nn.Module:
     )
 
 
-def integers(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int, int]:
+def integers(
+    rank: int, helpers: int = HELPERS, devices_a_machine: int = 1
+) -> tuple[list[torch.Tensor], list[torch.Tensor], int, int]:
     """Means of whole-numbered gradients by helpers and by all-reduce, bytes counted and planned."""
     model = mixed_model()
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(rank)
-    with cotrain_compile.cpu_helpers(model, HELPERS, chunk_bytes=64) as exchange:
+    with cotrain_compile.cpu_helpers(
+        model, helpers, chunk_bytes=64, devices_a_machine=devices_a_machine
+    ) as exchange:
         if exchange.helps:
             exchange.serve()
         else:

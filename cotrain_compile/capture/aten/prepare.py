@@ -14,7 +14,7 @@ from cotrain_compile.capture.aten.bucket_exchanges import bucket_exchanges
 from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.capture.aten.like_ops import give_zeros_memory, take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
-from cotrain_compile.capture.aten.sums_over_ranks import sum_once
+from cotrain_compile.capture.aten.sums_over_ranks import scatter_before_sums, sum_once
 from cotrain_compile.capture.aten.weights_first import make_weight_gradients_first
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
@@ -141,6 +141,7 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     keep_values_early,
     take_means_once,
     sum_once,
+    scatter_before_sums,
     write_updates_early,
     reduce_gradients_early,
     bucket_exchanges,

@@ -61,7 +61,7 @@ def judge_shard(question: Question, name: str) -> RankedStrategy:
 
 
 def judge_byteps(question: Question, name: str) -> RankedStrategy:
-    """`replicate` whose gradients CPU machines sum too; two or more machines of one device."""
+    """`replicate` whose gradients CPU machines sum too; two or more machines with devices."""
     cluster, samples = question.cluster, question.samples
     profile = question.profile.on(cluster.kinds)
     judge_helpers(profile, cluster, samples)  # refuses what it is not for
@@ -76,7 +76,8 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
         rate_s = verdict.helpers_s / profile.grad_bytes
         return lambda nbytes: rate_s * nbytes + 2 * latency_s
 
-    counts = range(2, cluster.device_machines + 1)
+    each = next(group.device_count for group in cluster.groups if group.devices)
+    counts = range(2 * each, len(cluster.devices) + 1, each)
     plan = plan_data_parallel(profile, cluster, samples, counts=counts, sums_of=sums_of)
     part = first_devices(cluster, plan.devices)
     verdict = judge_helpers(profile, part, samples // plan.devices)
@@ -86,14 +87,15 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
         "network cards of CPU machines": sharing.helpers * sharing.helper_traffic_bytes,
     }
     started = f"torchrun on {sharing.machines} + {sharing.helpers} machines, train.py"
-    run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers})"
+    beside = f", devices_a_machine={each}" if each > 1 else ""
+    run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers}{beside})"
     found = _data_parallel(question, name, plan, run)
     setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
     # As often as gradients are exchanged: once a step, or where offloaded for each micro-batch.
     times = plan.sent_bytes / (2 * (plan.devices - 1) / plan.devices * profile.grad_bytes)
     traffic = {link: round(times * nbytes) for link, nbytes in cards.items()}
     traffic |= {link: found.traffic[link] for link in TO_HOSTS if link in found.traffic}
-    return replace(found, setting=setting, traffic=traffic)
+    return replace(found, setting=setting, traffic=traffic, layout=None)
 
 
 def _data_parallel(
@@ -112,8 +114,7 @@ def _data_parallel(
     if replicas.sharding in SHARD and devices > 1:
         setting += f", parameters {replicas.sharding}"
         setting += " in each" * (replicas.micro_batches > 1)
-    layout = _layout(plan) if plan.by_speed else None
-    if layout:
+    if plan.by_speed:
         setting += f"; samples by speed: {_shares(plan)}"
         how = f'the model and {_SAVED} in cotrain_compile.scale, strategy="{name}"'
         run = f"{launch(question.cluster, devices)}: {how}"
@@ -121,11 +122,11 @@ def _data_parallel(
     one = "one unit at a time, nothing ahead" if replicas.ahead == 1 else ""
     setting = "; ".join(filter(None, (setting, on_host, one)))
     found = _all_alike(question, name, plan.step, plan, traffic, setting, run)
-    return replace(found, host_bytes=plan.host_bytes, layout=layout)
+    return replace(found, host_bytes=plan.host_bytes, layout=_layout(plan))
 
 
 def _layout(plan: DataParallelPlan) -> Layout:
-    """Of samples by speed: how many each rank has."""
+    """Micro-batches, and of samples by speed how many each rank has."""
     replicas = plan.replicas
     sharded = replicas.sharding in SHARD
     return Layout(
@@ -222,18 +223,19 @@ def judge_harmony_dp(question: Question, name: str) -> RankedStrategy:
     """Packs that come to each device of one machine for all micro-batches of its share."""
     plan, group = replicas_by_layer(question)
     n, count = plan.devices, plan.micro_batches
-    option = ' and micro_batch_order="by-layer"' if count > 1 else ""
     setting = micro_batches_in_words(count, plan.micro_batch, recompute=False)
-    return _of_machine(
+    layout = Layout(replicate=n, micro_batches=count, micro_batch=plan.micro_batch)
+    found = _of_machine(
         question,
         name,
         plan,
         group,
         n,
         f"{setting}, {_packs_in_words(plan)}",
-        f"torchrun --nproc-per-node {n} train.py: the model in DistributedDataParallel, "
-        f"{COMPILED}{option}",
+        f"torchrun --nproc-per-node {n} train.py: the model and {_SAVED} in "
+        f'cotrain_compile.scale, strategy="{name}"',
     )
+    return replace(found, layout=layout)
 
 
 def _packs_in_words(plan: SwappedReplicas) -> str:

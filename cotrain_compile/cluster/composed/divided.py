@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from math import ceil, gcd
 
 from cotrain_compile.cluster.model.profiles import (
+    BATCH,
     BySamples,
     Division,
     Layer,
@@ -59,17 +60,27 @@ def rank_profile(profile: LayerProfile, divided: Divided) -> LayerProfile:
     return replace(profile, layers=tuple(_layer(layer, divided) for layer in profile.layers))
 
 
-def exchanged_bytes(profile: LayerProfile, divided: Divided, samples: int) -> tuple[float, float]:
-    """What a rank sends for all layers in one pass of so many samples: for tensors and experts."""
+def exchanged_bytes(
+    profile: LayerProfile, divided: Divided, samples: int, forwards: int = 1
+) -> tuple[float, float]:
+    """What a rank sends for all layers in so many forwards and a backward of so many samples: for
+    tensors and experts."""
     tensor = experts = 0.0
     for layer in profile.layers:
         for division, ring, does in _exchanges(layer, divided):
-            sent = ring.sent_bytes(does, division.exchanged.at(samples)) * division.times
+            times = forwards * division.times + _in_backward(layer, division, does)
+            sent = ring.sent_bytes(does, division.exchanged.at(samples)) * times
             if does is Does.SUM:
                 tensor += sent
             else:
                 experts += sent
     return tensor, experts
+
+
+def _in_backward(layer: Layer, division: Division, does: Does) -> int:
+    """How often it is exchanged there: nobody sums the gradient of a batch."""
+    of_batch = all(read.source == BATCH for read in layer.reads)
+    return division.times - (does is Does.SUM and of_batch and division.times > 0)
 
 
 def _exchanges(layer: Layer, divided: Divided) -> Iterator[tuple[Division, Ring, Does]]:
@@ -108,10 +119,12 @@ def _layer(layer: Layer, divided: Divided) -> Layer:
         found = BySamples(table.samples, beside)
         return added(found, whole) if whole else found
 
-    waits = _waits(layer, divided)
     forward_s, backward_s = (
         added(seconds.times(computes), waits) if waits else seconds.times(computes)
-        for seconds in (layer.forward_s, layer.backward_s)
+        for seconds, waits in (
+            (layer.forward_s, _waits(layer, divided)),
+            (layer.backward_s, _waits(layer, divided, backward=True)),
+        )
     )
     return replace(
         layer,
@@ -131,12 +144,13 @@ def _layer(layer: Layer, divided: Divided) -> Layer:
     )
 
 
-def _waits(layer: Layer, divided: Divided) -> BySamples | None:
+def _waits(layer: Layer, divided: Divided, *, backward: bool = False) -> BySamples | None:
     """Seconds of all exchanges of one pass."""
     found: BySamples | None = None
     for division, ring, does in _exchanges(layer, divided):
         table = division.exchanged
-        seconds = tuple(division.times * ring.seconds(does, nbytes) for nbytes in table.figures)
+        times = _in_backward(layer, division, does) if backward else division.times
+        seconds = tuple(times * ring.seconds(does, nbytes) for nbytes in table.figures)
         one = BySamples(table.samples, seconds)
         found = added(found, one) if found else one
     return found

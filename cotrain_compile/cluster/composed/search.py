@@ -110,8 +110,9 @@ class ComposedPlan:
             if task.does in EXCHANGES:
                 sent = step.ring_of(task).sent_bytes(task.does, task.amount_of(0))
                 yield sent, ways[task.over or first].leaving
-        sizes = exchanged_bytes(self.mesh.layers.whole, self.mesh.divided, self.layout.micro_batch)
-        times = self.layout.micro_batches * self.passes
+        whole, each = self.mesh.layers.whole, self.layout.micro_batch
+        sizes = exchanged_bytes(whole, self.mesh.divided, each, self.passes - 1)
+        times = self.layout.micro_batches
         for name, nbytes in zip(("tensor", "experts"), sizes, strict=True):
             if nbytes:
                 yield times * nbytes, ways[name].leaving

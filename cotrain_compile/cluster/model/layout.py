@@ -93,12 +93,12 @@ class Layout:
     @property
     def not_executed(self) -> str:
         """What of it `cotrain_compile.scale` does not run yet, in words; "" where it runs all."""
-        if self.experts > 1 and (self.experts < self.devices or self.samples):
-            return "experts beside other dimensions, or with unequal samples"
+        if self.experts > 1 and self.samples:
+            return "experts with unequal samples"
         if self.pipeline == 1:
             return ""
-        if self.shard > 1 and self.tensor > 1:
-            return "stages that are both sharded and split"
+        if sum(size > 1 for size in (self.shard, self.tensor, self.experts)) > 1:
+            return "stages that are divided in two ways (shard, tensor, experts)"
         return "replicas of a pipeline with unequal samples" if self.samples else ""
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -29,6 +29,20 @@ def four_ranks() -> Iterator[Ranks]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def five_ranks() -> Iterator[Ranks]:
+    with ranks(5) as started:
+        yield started
+
+
+@pytest.fixture
+def rank_of_four() -> Iterator[None]:
+    """As `rank_of_two`, of four."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def rank_of_two() -> Iterator[None]:
     """A process group of two ranks, of which the other is not there and exchanges nothing."""

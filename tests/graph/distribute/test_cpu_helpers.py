@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support import helped_ranks
@@ -18,6 +19,17 @@ def test_whole_numbers_are_those_of_an_all_reduce_and_bytes_those_of_the_plan(
         assert sent == planned > 0
         assert len(found) == (0 if rank == 2 else 3)
         for one, other in zip(found, wanted, strict=False):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.long
+def test_workers_of_a_machine_send_one_copy_of_their_sums(five_ranks: Ranks) -> None:
+    """Two machines of two workers each; each of these brings every other round."""
+    *workers, (_, _, helped, planned) = five_ranks.run(helped_ranks.integers, 1, 2)
+    assert helped == planned > 0
+    for found, wanted, sent, planned in workers:
+        assert sent == planned > 0
+        for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
 
 

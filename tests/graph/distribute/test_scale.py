@@ -118,6 +118,20 @@ def test_unequal_shares_of_samples_make_the_mean_over_all(
     check(two_ranks, Case(layout, budget=budget))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layout(replicate=2, experts=2)),
+        Case(Layout(shard=2, experts=2), budget=44_000),
+        Case(Layout(pipeline=2, experts=2), stages=STAGES),
+    ],
+    ids=lambda case: str(case.layout),
+)
+def test_experts_are_divided_beside_other_dimensions(four_ranks: Ranks, case: Case) -> None:
+    check(four_ranks, case)
+
+
 def test_experts_are_divided_and_tokens_go_to_them(two_ranks: Ranks) -> None:
     check(two_ranks, Case(Layout(experts=2), budget=44_000))
     for told in two_ranks.run(refused, Layout(experts=2)):

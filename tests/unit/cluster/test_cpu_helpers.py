@@ -18,7 +18,7 @@ from cotrain_compile.cluster.helpers import (
     sent_bytes,
     share,
 )
-from cotrain_compile.cluster.model.description import Switch
+from cotrain_compile.cluster.model.description import Cluster, Devices, Switch
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster, preset
 from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.errors import OptionError
@@ -175,9 +175,19 @@ def test_where_links_hide_the_exchange_nccl_is_kept_and_the_figure_said() -> Non
     assert str(verdict).startswith("keep NCCL: NCCL's all-reduce takes 2.5 ms, of which ")
 
 
-def test_machines_of_several_devices_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"have several devices.*take `replicate`"):
-        judge_helpers(WRN, preset("2x8xa100"), 32)
+def test_machines_of_several_devices_send_one_copy_of_their_sums() -> None:
+    """Their network cards, their links in parts, or what joins them: the slowest of these."""
+    (group,) = preset("2x8xa100").groups
+    helpers = replace(preset("32xv100-16cpu").groups[1], nic=group.nic, count=2)
+    cluster = Cluster("helped", (group, helpers))
+    verdict = judge_helpers(WRN, cluster, 32)
+    assert (verdict.sharing.machines, verdict.sharing.helpers) == (2, 2)
+    slow = replace(group, peers=Network(1e9))
+    joined = judge_helpers(WRN, Cluster("slow", (slow, helpers)), 32)
+    assert joined.helpers_s == pytest.approx(2 * 7 / 8 * WRN.grad_bytes / 1e9)
+    four = replace(group, name="four", devices=(Devices("a100-80", 4),), switches=())
+    with pytest.raises(OptionError, match=r"have not as many devices each.*take `replicate`"):
+        judge_helpers(WRN, Cluster("mixed", (group, four, helpers)), 32)
 
 
 def test_a_switch_may_be_what_holds_gradients_up() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.cluster.answer.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import (
     BATCH,
     BUCKET_BYTES,
@@ -42,7 +43,7 @@ def models(draw: st.DrawFn) -> LayerProfile:
 
 def told_truly(found: Answer, cluster: Cluster) -> None:
     """What holds of every answer."""
-    composed = [str(one.layout) for one in found.strategies if one.layout]
+    composed = [one.name for one in found.strategies if one.name == str(one.layout)]
     unnamed = len(STRATEGIES) - len(composed)
     assert len({one.name for one in found.strategies} & {*STRATEGIES, *composed}) == len(STRATEGIES)
     assert len({one.name for one in found.strategies} & set(STRATEGIES)) == unnamed
@@ -143,6 +144,7 @@ def test_bert_large_on_small_cards_has_every_strategy_that_can_be_judged() -> No
     assert without == ["byteps", "tensor", "pipeline-tensor", "experts"]
     assert found.best
     assert found.best.name == "shard"
+    assert found.best.layout == Layout(shard=4, gathered_again=False, recompute=True, micro_batch=8)
     assert found.best.loses == ""
     assert "torchrun --nproc-per-node 4" in found.best.run
     assert all(one.loses for one in found.strategies[1:])
@@ -175,13 +177,17 @@ def test_helpers_are_beside_replicas_with_the_same_computing() -> None:
     assert helped.devices == summed.devices == 4
 
 
-def test_helpers_are_for_machines_of_one_device_each() -> None:
+def test_helpers_are_for_machines_of_as_many_devices_each() -> None:
     model = a_model((2 * SMALL, 2 * SMALL), per_sample(30))
     (one, cpu), (box,) = some_machines(2, SMALL / 2).groups, a_box(2, SMALL).groups
     cluster = Cluster("mixed", (one, replace(box, nic=one.nic), cpu))
     (helped,) = answer(model, cluster, 4, ("byteps",)).strategies
     assert helped.step_s is None
-    assert helped.reason.startswith("machines box of mixed have several devices")
+    assert "of mixed have not as many devices each" in helped.reason
+    two = replace(box, count=2, nic=one.nic)
+    (helped,) = answer(model, Cluster("boxes", (two, cpu)), 4, ("byteps",)).strategies
+    assert helped.devices == 4
+    assert "cpu_helpers(model, 1, devices_a_machine=2)" in helped.run
 
 
 def test_without_machines_that_help_there_are_no_helpers() -> None:

@@ -23,6 +23,7 @@ def test_a_row_of_an_answer_is_taken_by_its_name(tmp_path: Path) -> None:
         RankedStrategy("pipeline-data", 2.0, devices=4, layout=Layout(2, 2), stages=STAGES),
         RankedStrategy("pipeline-1f1b", 3.0, devices=2, stages=STAGES),
         RankedStrategy("shard", 4.0, devices=8),
+        RankedStrategy("harmony-dp", 4.5, devices=4, layout=Layout(replicate=4, micro_batches=2)),
         RankedStrategy("burst", 5.0, devices=4, widths={"layers.1": 4}),
         RankedStrategy("replicate", reason="too large"),
     )
@@ -31,6 +32,8 @@ def test_a_row_of_an_answer_is_taken_by_its_name(tmp_path: Path) -> None:
     assert read_row(path, 4, "pipeline-data") == RanksRow(Layout(2, 2), STAGES)
     assert read_row(path, 2, "pipeline-1f1b") == RanksRow(Layout(2), STAGES)
     assert read_row(path, 8, "shard") == RanksRow(Layout(shard=8))
+    by_layer = RanksRow(Layout(replicate=4, micro_batches=2), by_layer=True)
+    assert read_row(path, 4, "harmony-dp") == by_layer
     for name, told in (
         ("shard", r"for 8 ranks \(shard 8\), and there are 4: .*--nproc-per-node 8"),
         ("burst", r"what runs it: cotrain_compile\.burst"),
@@ -55,8 +58,8 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
         ({"data": 4}, "no dimension 'data'; known are pipeline, "),
         ({"shard": 8}, r"for 8 ranks \(shard 8\), and there are 4"),
         (
-            {"shard": 2, "experts": 2},
-            "experts beside other dimensions, .* are planned and not executed yet",
+            Layout(experts=4, samples=(3, 1, 2, 2)),
+            "experts with unequal samples are planned and not executed yet",
         ),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
         (Layout(2, 2, samples=(3, 1)), "replicas of a pipeline with unequal samples are planned"),
