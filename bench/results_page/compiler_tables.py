@@ -48,8 +48,8 @@ def five_jobs(result: Result) -> str:
     for job, found in result.items():
         now, then = found["now"], found["then"]
         seconds = now["compiled"] - now["eager"] if "eager" in now else sum(now.values())
-        before = "not noted" if then["s"] is None else f"{then['s']:.0f} s"
-        rows.append((job, str(then["steps"]), str(found["steps"]), before, f"{seconds:.0f} s"))
+        told = [f"{s:.0f} s" if s else "not noted" for s in (then["s"], seconds)]
+        rows.append((job, str(then["steps"]), str(found["steps"]), *told))
         steps = [steps[0] + then["steps"], steps[1] + found["steps"]]
     rows.append(("all", *map(str, steps), "", ""))
     return markdown(("job", "steps, at first", "now", "processor time, at first", "now"), rows) + (
