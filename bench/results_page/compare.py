@@ -103,6 +103,7 @@ SECTIONS = (
         "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
     ),
     Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
+    Section("Five jobs of a new user", "five_jobs", compiler_tables.five_jobs),
     Section("What a layer more costs", "first_step", compiler_tables.first_step),
     Section("What a placed step costs", "overhead", compiler_tables.overhead),
     Section("What a task costs on a card", "issue_cost", compiler_tables.issue_cost),

@@ -42,6 +42,23 @@ def compile_seconds(result: Result) -> str:
     return markdown(headings, rows)
 
 
+def five_jobs(result: Result) -> str:
+    """What a new user's jobs took at first, and take: a person's steps, and processor seconds."""
+    rows, steps = [], [0, 0]
+    for job, found in result.items():
+        now, then = found["now"], found["then"]
+        seconds = now["compiled"] - now["eager"] if "eager" in now else sum(now.values())
+        told = [f"{s:.0f} s" if s else "not noted" for s in (then["s"], seconds)]
+        rows.append((job, str(then["steps"]), str(found["steps"]), *told))
+        steps = [steps[0] + then["steps"], steps[1] + found["steps"]]
+    rows.append(("all", *map(str, steps), "", ""))
+    return markdown(("job", "steps, at first", "now", "processor time, at first", "now"), rows) + (
+        "\nSteps are attempts, arguments, files and commands until it runs. Processor time is what "
+        "8 updates take beyond eager's with nothing on disk, the compile included; of the plan all "
+        "of it.\n"
+    )
+
+
 _INDUCTOR = "stock with Inductor"
 
 

@@ -62,6 +62,21 @@ def _two_ranks(r: Result) -> Sequence[str]:
     ]
 
 
+def _rival(system: str) -> Callable[[Result], Sequence[str]]:
+    """What is published of a system's step, and what our model of its rule takes."""
+
+    def values(r: Result) -> Sequence[str]:
+        (found,) = (row for row in r["rivals"] if row["system"] == system)
+        return f"{found['step_ms']:,.0f}", f"{found['predicted_ms']:,.0f}"
+
+    return values
+
+
+def _ranks(*ways: str) -> Callable[[Result], Sequence[str]]:
+    """Milliseconds of a step on two ranks, in each way."""
+    return lambda r: [f"{1e3 * r['median_s'][way]:.0f}" for way in ways]
+
+
 NUMBERS = "| {} GiB | {} GiB | {} GiB | {} s | {} | {} % |"
 ROWS = (
     ("GPT-2 124M, 32 × 1024", "rtx4090", "RTX 4090"),
@@ -100,6 +115,31 @@ FIGURES = (
         "on two ranks a step takes {} of eager `DistributedDataParallel`'s time, and {} of FSDP2's",
         "several_ranks",
         _two_ranks,
+    ),
+    Figure(
+        README,
+        "ZeRO-2 with offload on two ranks {} ms, planned {};",
+        "several_ranks",
+        _ranks("DeepSpeed ZeRO-2 with CPU offload, eager", "DDP, planned"),
+    ),
+    Figure(
+        README,
+        "`fully_shard` on two ranks {} ms, planned {};",
+        "several_ranks",
+        _ranks("FSDP2, eager", "FSDP2, planned"),
+    ),
+    *(
+        Figure(
+            README,
+            f"a step published at {{}} ms takes {{}} by our model of it {end}",
+            "rivals",
+            _rival(s),
+        )
+        for s, end in (
+            ("DeepSpeed ZeRO-Offload", "| years"),
+            ("FSDP CPU offload, Llama 3.1 70B", "| runs"),
+            ("torchao CPUOffloadOptimizer", "| takes"),
+        )
     ),
     Figure(
         README,

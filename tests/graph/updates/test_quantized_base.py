@@ -49,6 +49,7 @@ def losses(compile_with: Callable[[Run], Run]) -> list[Tensor]:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # of frozen ones, too
         optimizer.step()
         return loss.detach()
 
