@@ -82,6 +82,15 @@ TESTS = {
         ("torch", "torch._dynamo"),
         then=(f"{GRAPH}/updates",),
     ),
+    "what ranks compare": Modules(
+        ("distribute/replicas.py", "distribute/same_numbers.py"),
+        tuple(
+            f"tests/unit/runtime/test_{name}.py"
+            for name in ("same_on", "same_numbers", "digests", "settings_apart")
+        ),
+        ("torch", "torch._dynamo"),
+        then=(f"{GRAPH}/distribute/test_agree.py",),
+    ),
 }
 OTHERS = ("pytest", "hypothesis", "numpy", "highspy", "pulp")
 # Where the name of a test says nothing: what a mutant may take on top of the tests as they are.

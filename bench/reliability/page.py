@@ -4,9 +4,10 @@ python -m bench.reliability.page --page docs/reliability.md
 
 A campaign is one JSON in bench/results, reliability_*.json, whose result has `campaign`, `cases`,
 `held`, `refused`, `faults`, `broken` (each with `what`) and `minutes`; its `kinds`, if it has any,
-say how often each was tried. What broke and was fixed is in `found`, with the test that keeps it
-fixed. Long runs of tests are in long_tests*.json, see `bench.reliability.long_tests`. Mutants have
-a JSON of their own, see `bench.reliability.mutants`.
+say how often each was tried; of several that are counted together `runs` has what each was. What
+broke and was fixed is in `found`, with the test that keeps it fixed. Long runs of tests are in
+long_tests*.json, see `bench.reliability.long_tests`. Mutants have a JSON of their own, see
+`bench.reliability.mutants`.
 """
 
 from __future__ import annotations

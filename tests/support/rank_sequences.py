@@ -347,7 +347,10 @@ class _Player:
                 _local(param).copy_(twin)
                 state, of_twin = self.optimizer.state[param], self.twin_optimizer.state[twin]
                 for name, value in of_twin.items():
-                    _local(state[name]).copy_(value)
+                    if name in state:
+                        _local(state[name]).copy_(value)
+                    else:  # what was loaded is of before the first step
+                        state[name] = value.clone()
 
     def _undo(self, undo: Any) -> None:
         if undo is not None:

@@ -15,6 +15,8 @@ NUMBER = RankSequence("fully_shard", "adamw", (Act("call"), Act("scale", 1), Act
 # One that all have changed is an input of theirs, of which one rank gives another later. Replicas
 # that are clipped to it are compared as before.
 CLIP = RankSequence("ddp", "sgd", (Act("call"), Act("clip"), Act("edit", 1), Act("clip", 0)))
+# What was saved before the first step has no moments, which are put back.
+LOAD = RankSequence("ddp", "adamw", (Act("call"), Act("load", 1)))
 # One rank waits for an exchange that the other has not come to.
 BETWEEN = RankSequence("shard", "sgd", (Act("call"), Act("bad index", 0), Act("call")))
 
@@ -35,7 +37,9 @@ def test_all_ranks_train_or_all_are_told(two_ranks: Ranks, sequence: RankSequenc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sequence", "is_over"), [(NUMBER, False), (CLIP, False), (BETWEEN, True)])
+@pytest.mark.parametrize(
+    ("sequence", "is_over"), [(NUMBER, False), (CLIP, False), (LOAD, False), (BETWEEN, True)]
+)
 def test_the_way_on_is_the_one_that_helps(
     two_ranks: Ranks, sequence: RankSequence, is_over: bool
 ) -> None:
