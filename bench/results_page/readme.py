@@ -92,7 +92,7 @@ FIGURES = (
     ),
     Figure(
         README,
-        "ZeRO-Offload's rule fits {} of these 4 steps.",
+        "ZeRO-Offload's rule fits {} of the first 4 steps;",
         "first_screen",
         lambda r: [str(sum(row["zero_offload_s"] is not None for row in r["cases"]))],
     ),
