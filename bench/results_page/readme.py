@@ -9,6 +9,7 @@ from bench.results_page.figure import Figure, Result
 from bench.results_page.pages import peak_errors, percent, processor_ratios, time_errors
 
 README, FINE_TUNE = "README.md", "docs/tasks/fine-tune-7b.md"
+RENT = "docs/start/before-you-rent.md"
 
 
 def _case(r: Result, model: str, machine: str) -> Case:
@@ -152,6 +153,12 @@ FIGURES = (
         "{} to {} times where glibc gives freed memory back to the system",
         "against_torch_compile_*[!t]",
         processor_ratios,
+    ),
+    Figure(
+        RENT,
+        "{} % off in the median with the family of models left out, {} of {} within 20 %",
+        "published_steps",
+        _of_published_steps,
     ),
     Figure(
         FINE_TUNE,

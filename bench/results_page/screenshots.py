@@ -33,7 +33,7 @@ class Shot:
     """A picture of a page: pixels, and whether the reader prefers dark pages."""
 
     width: int = 1280
-    height: int = 640
+    height: int = 690
     dark: bool = False
 
 
