@@ -21,7 +21,12 @@ from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
-from cotrain_compile.extract.regions.find import FoundRegion, find_regions, in_memory
+from cotrain_compile.extract.regions.find import (
+    LIKELIHOOD_LOSSES,
+    FoundRegion,
+    find_regions,
+    in_memory,
+)
 from cotrain_compile.extract.regions.rows import Rows, part_shape
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
@@ -147,7 +152,8 @@ class _Splitting:
                 of=node,
             )
         value = node.meta["val"]
-        node.target, node.args = aten.sum.dim_IntList, (flags, [0])
+        dims = list(range(flags.meta["val"].dim()))
+        node.target, node.args = aten.sum.dim_IntList, (flags, dims)
         node.kwargs = {"dtype": value.dtype}
         flags.append(node)
         self._join(node)
@@ -235,7 +241,7 @@ class _Splitting:
         if target in _SHAPED:
             shape = part_shape(op.meta["val"].shape, self.grown.rows[op], self.length, count)
             args = (args[0], list(shape), *args[2:])
-        elif target is aten.nll_loss_forward.default and args[3] == 1:
+        elif target in LIKELIHOOD_LOSSES and args[3] == 1:
             args = (*args[:3], _SUM, *args[4:])
         elif target in _SAMPLES:
             at = _SAMPLES[target]

@@ -46,6 +46,7 @@ class LanguageModel:
     reduction: str = "mean"
     is_bf16: bool = False
     is_shifted: bool = False
+    is_transposed: bool = False  # classes before tokens
     micro_batches: int = 1
     vocabulary: int = 96
     width: int = 16
@@ -74,6 +75,8 @@ class LanguageModel:
         logits = logits.float() if logits.dtype is torch.bfloat16 else logits
         if self.is_shifted:
             logits, targets = logits[:, :-1].contiguous(), targets[:, 1:].contiguous()
+        if self.is_transposed:
+            return F.cross_entropy(logits.transpose(1, 2), targets)
         flat = logits.view(-1, self.vocabulary)
         loss = F.cross_entropy(
             flat, targets.view(-1), label_smoothing=self.smoothing, reduction=self.reduction
@@ -115,5 +118,6 @@ LANGUAGE_MODELS = {
         tied=True, smoothing=0.1, z_loss=1e-3, soft_cap=5.0, scale=0.5, is_bf16=True
     ),
     "shifted": LanguageModel(is_shifted=True),
+    "transposed": LanguageModel(is_transposed=True),
     "micro-batches": LanguageModel(micro_batches=2),
 }

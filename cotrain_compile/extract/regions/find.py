@@ -39,6 +39,8 @@ from cotrain_compile.regions import Collected, Counted, Ends, Region, RegionOp, 
 
 aten = torch.ops.aten
 _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
+# Of classes in the second dimension; the other has places of images, or of sequences, behind it.
+LIKELIHOOD_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
 # What of a layer belongs together is no further apart, in nodes.
@@ -270,7 +272,7 @@ def _all_counted(grown: Grown) -> bool:
     return all(
         arguments_of(n).get("reduction", _MEAN) != _MEAN or _count_of(n, grown) is not None
         for n in grown.ops
-        if n.target is aten.nll_loss_forward.default
+        if n.target in LIKELIHOOD_LOSSES
     )
 
 
@@ -287,7 +289,7 @@ def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Col
     divided_by, sum_nbytes, is_sum = "", 0, node in grown.sums
     if is_sum and value.dtype in _HALF:
         sum_nbytes = 4 * value.numel()
-    if op.target is aten.nll_loss_forward.default and is_sum:
+    if op.target in LIKELIHOOD_LOSSES and is_sum:
         if arguments_of(op).get("reduction", _MEAN) == _MEAN:
             counted = _count_of(op, grown)
             divided_by, sum_nbytes = counted.name if counted is not None else "", 4

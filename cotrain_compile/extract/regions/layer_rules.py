@@ -26,7 +26,7 @@ def _nll_loss(call: PartCall) -> PartResult | None:
     if call.argument("weight") is not None or call.rows.get(source) != Rows(0, 0):
         return None
     needs = {} if target in call.rows else {target: Rows(0, 0)}
-    if len(shape_of(source)) != 2 or call.rows.get(target, Rows(0, 0)) != Rows(0, 0):
+    if len(shape_of(source)) not in (2, 4) or call.rows.get(target, Rows(0, 0)) != Rows(0, 0):
         return None
     none = call.argument("reduction") == 0
     return PartResult((Rows(0, 0) if none else SUM, COUNTED), needs)
@@ -35,7 +35,11 @@ def _nll_loss(call: PartCall) -> PartResult | None:
 def _nll_loss_backward(call: PartCall) -> PartResult | None:
     names = ("grad_output", "self", "target", "total_weight")
     grad, source, target, counted = (call.argument(name) for name in names)
-    if call.argument("weight") is not None or len(shape_of(source)) != 2 or counted in call.rows:
+    if (
+        call.argument("weight") is not None
+        or len(shape_of(source)) not in (2, 4)
+        or counted in call.rows
+    ):
         return None
     own = [source, target, *([grad] if call.argument("reduction") == 0 else [])]
     if any(call.rows.get(node, Rows(0, 0)) != Rows(0, 0) for node in own):
@@ -146,8 +150,8 @@ def _grouped_fallback_backward(call: PartCall) -> PartResult | None:
 
 
 LAYER_RULES: Mapping[str, Rule] = {
-    "aten::nll_loss_forward": _nll_loss,
-    "aten::nll_loss_backward": _nll_loss_backward,
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), _nll_loss),
+    **dict.fromkeys(("aten::nll_loss_backward", "aten::nll_loss2d_backward"), _nll_loss_backward),
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::native_group_norm": _samples("input", made=3),

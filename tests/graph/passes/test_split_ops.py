@@ -151,7 +151,11 @@ def without_views(dataflow: Dataflow) -> list[Op]:
 def test_the_loss_of_a_language_model_is_a_region(name: str) -> None:
     case, losses = LANGUAGE_MODELS[name], losses_of(dataflow_of(name))
     assert len(losses) == case.micro_batches
-    tokens = case.sequences * (1 if case.is_shifted else case.tokens) // case.micro_batches
+    tokens = (
+        case.sequences
+        * (1 if case.is_shifted or case.is_transposed else case.tokens)
+        // case.micro_batches
+    )
     assert {region.length for region in losses} == {tokens}
 
 
