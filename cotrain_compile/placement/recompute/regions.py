@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
+from cotrain_compile.placement.remembered import once
 
 Bytes = NDArray[np.float64]
 
@@ -123,8 +124,14 @@ def inside(
 
 def saved_bytes(dataflow: Dataflow, names: Collection[str]) -> Mapping[str, int]:
     """Of `names`, the bytes of those that are read after the forward that made them."""
-    read = {name for op in dataflow.ops if op.phase is not Phase.FORWARD for name in op.reads}
-    return {name: dataflow.buffer[name].nbytes for name in sorted(read.intersection(names))}
+    read = _read_later(dataflow).intersection(names)
+    return {name: dataflow.buffer[name].nbytes for name in sorted(read)}
+
+
+@once
+def _read_later(dataflow: Dataflow) -> frozenset[str]:
+    later = (op for op in dataflow.ops if op.phase is not Phase.FORWARD)
+    return frozenset(name for op in later for name in op.reads)
 
 
 def _inside(dataflow: Dataflow, regions: Sequence[RecomputeRegion]) -> list[frozenset[str]]:

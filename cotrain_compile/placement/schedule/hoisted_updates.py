@@ -107,8 +107,9 @@ class _Support:
             self._dataflow.ops[self._dataflow.position[n]] for n in (*self.of(group), *group.ops)
         ]
         made = {name for op in ops for name in op.writes}
-        own = {group.param, group.gradient, *group.states, *self._dataflow.pieces.wholes}
-        return frozenset(name for op in ops for name in op.reads) - made - own
+        own, pieces = {group.param, group.gradient, *group.states}, self._dataflow.pieces.wholes
+        read = frozenset(name for op in ops for name in op.reads if name not in pieces)
+        return read - made - own
 
 
 def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[str]) -> None:
