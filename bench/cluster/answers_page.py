@@ -84,9 +84,7 @@ def _answer(row: Mapping[str, Any]) -> Iterator[str]:
 def _behind(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
     """How many times as long it takes, and where it spends more than the best, in seconds."""
     more = (one["spent_s"].get(what, 0.0) - best["spent_s"].get(what, 0.0) for what in SPENT)
-    told = (f"{s:+.2f}" if abs(s) >= 0.005 else "" for s in more)
-    if not one["spent_s"]:
-        told = iter([""] * len(SPENT))
+    told = [f"{s:+.2f}" if abs(s) >= 0.005 and one["spent_s"] else "" for s in more]
     return " | ".join(
         (f"| {one['name']}", f"{one['step_s'] / best['step_s']:.2f}", *told, "")
     ).strip()
