@@ -69,13 +69,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more for two cores: a third of the suite's time is waiting, as for other ranks."""
-    cores = os.cpu_count() or 1
-    return cores + cores // 2
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--update-golden") and os.environ.get("CI"):
         raise pytest.UsageError(
