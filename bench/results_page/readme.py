@@ -86,10 +86,32 @@ ROWS = (
     ("Llama 7B, 4 × 2048", "h100", "H100 80 GB"),
 )
 
+
+def _vocabulary(model: str) -> Callable[[Result], Sequence[str]]:
+    """The least device memory and the step with a whole loss and in parts, and its gap."""
+
+    def values(r: Result) -> Sequence[str]:
+        row = next(row for row in r["rows"] if row["model"] == model)
+        least = _gib(row["least_whole_bytes"]), _gib(row["least_bytes"])
+        steps = f"{row['whole_s']:.2f}", f"{row['step_s']:.2f}"
+        return *least, *steps, percent(row["step_s"] / row["bound_s"] - 1)
+
+    return values
+
+
 FIGURES = (
     *(
         Figure(README, f"| {model} | {card} {NUMBERS}", "first_screen", _row(model, machine))
         for model, machine, card in ROWS
+    ),
+    *(
+        Figure(
+            README,
+            f"| {model} | {{}} → {{}} GiB | {{}} → {{}} s | {{}} % |",
+            "vocabularies",
+            _vocabulary(model),
+        )
+        for model in ("Llama-3.2-1B, 4 × 4096", "Qwen-like 3B, 4 × 2048", "Gemma-like 2B, 4 × 2048")
     ),
     Figure(
         README,

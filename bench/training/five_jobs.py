@@ -92,7 +92,7 @@ def by_hand(compiled: Compiled) -> None:
     run = compiled(train_step)
     for number in range(UPDATES):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (1 + number)
+            group["lr"] = 1e-3 * (1 + number) / UPDATES  # warms up, as there
         run([torch.randint(WORDS, (2, LENGTH)) for _ in range(4)])
 
 

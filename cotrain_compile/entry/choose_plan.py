@@ -163,7 +163,7 @@ def saved_plan(
 
 
 def _with_other_updates(path: str, plan: Plan, problem: Problem, *, compiled: bool) -> Plan | None:
-    if not _differ_in_updates_alone(plan.fingerprint, problem.dataflow.fingerprint):
+    if not differ_in_updates_alone(plan.fingerprint, problem.dataflow.fingerprint):
         return None
     anew = reuse_placement(problem, plan.placement, compiled=compiled)
     if anew is None:
@@ -203,7 +203,7 @@ def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Planni
             )
 
 
-def _differ_in_updates_alone(fingerprint: str, other: str) -> bool:
+def differ_in_updates_alone(fingerprint: str, other: str) -> bool:
     """Whether two steps are the same up to what their optimizers compute, names of nodes aside.
 
     So are a step whose learning rate is a constant, the same at another rate, and with the rate as

@@ -49,7 +49,11 @@ from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
-from cotrain_compile.entry.choose_plan import plan_as_before, plan_for
+from cotrain_compile.entry.choose_plan import (
+    differ_in_updates_alone,
+    plan_as_before,
+    plan_for,
+)
 from cotrain_compile.entry.compiled import (
     Origin,
     first_fingerprint,
@@ -214,7 +218,9 @@ def _compiler(
         budget_bytes: int | None, inputs: Sequence[Any], workspace: Mapping[str, int]
     ) -> CompiledStep:
         options = origin.options
-        before = last_run(origin) if cuda or options.plan is not None else None
+        before = last_run(origin)
+        if not (cuda or options.plan is not None or _is_the_same_training(before, dataflow)):
+            before = None
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
         known: dict[str, Any] = {} if together is ALONE else {"together": together}
@@ -242,6 +248,13 @@ def _compiler(
         return compiled
 
     return compile_within
+
+
+def _is_the_same_training(before: CompiledStep | None, dataflow: Dataflow) -> bool:
+    """Whether only what optimizers compute is another: a search would find the same again."""
+    return before is not None and differ_in_updates_alone(
+        before.problem.dataflow.fingerprint, dataflow.fingerprint
+    )
 
 
 def first_that_fits(

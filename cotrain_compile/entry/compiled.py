@@ -138,8 +138,8 @@ def synchronize() -> None:
 
 def last_run(origin: Origin) -> CompiledStep | None:
     """What ran last of this step function with these options."""
-    found = [c for c, of in _compiled.items() if c.steps and of.function == origin.function]
-    found = [c for c in found if _compiled[c].options == origin.options]
+    own = [c for c, of in _compiled.items() if of.function == origin.function]
+    found = [c for c in own if _compiled[c].options == origin.options and c.steps]
     return max(found, key=lambda compiled: compiled.last_run_s, default=None)
 
 

@@ -329,8 +329,15 @@ def _first_only(compile_within: Callable[..., Any], inputs: Sequence[Any], **_: 
 @contextmanager
 def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
     """Within it, `compile_step` makes what runs a captured step; there is no rehearsal."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        run = compile_step(*given, **named)
+        if not hasattr(run, "steps"):
+            run.steps = 0  # it has no plan that another trace could use
+        return run
+
     with (
-        mock.patch.object(pipeline, "compile_step", compile_step),
+        mock.patch.object(pipeline, "compile_step", made),
         mock.patch.object(pipeline, "Rehearsed", _first_only),
     ):
         yield

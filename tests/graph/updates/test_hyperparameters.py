@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 
 import cotrain_compile
 from cotrain_compile.capture.aten import scalars
+from cotrain_compile.entry import choose_plan
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.search.solve import solve
+from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.host import fused_kernel
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel
@@ -108,6 +112,19 @@ class ByHand:
             for group in self.optimizer.param_groups:
                 for name in self.names:
                     group[name] = scaled(group[name])
+
+
+def test_another_rate_goes_on_with_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def counted(problem: Problem, *given: Any, **named: Any) -> Plan:
+        searched.append(len(problem.dataflow.ops))
+        return solve(problem, *given, **named)
+
+    monkeypatch.setattr(choose_plan, "solve", counted)
+    once_more = functools.partial(ByHand, names=["lr"])
+    assert_compiles(OPTIMIZERS["adamw"], once_more, 2, policy="greedy")
+    assert len(searched) == 1
 
 
 class OneByOne(ByHand):
