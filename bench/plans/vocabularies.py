@@ -9,7 +9,7 @@ RTX 4090 has, with the option `split` "off" and "auto", plans checked. Nothing i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,29 @@ def row(name: str, dataflow: Dataflow, work_limit: float) -> Row:
         plan.placement.policy if plan else "",
         watch.wall_s,
     )
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For the page of results."""
+    lines = [
+        "| step | parts | least memory, whole | in parts | step, whole | in parts | above bound |",
+        "| --- " + "| ---: " * 6 + "|",
+    ]
+    for found in (Row(**row) for row in result["rows"]):
+        parts = ", ".join(f"{name} {n}" for name, n in sorted(found.splits.items())) or "-"
+        cells = [
+            found.model,
+            parts,
+            format_bytes(found.least_whole_bytes),
+            format_bytes(found.least_bytes),
+            format_seconds(found.whole_s) if found.whole_s else "does not fit",
+            format_seconds(found.step_s) if found.step_s else "does not fit",
+            f"{100 * (found.step_s / found.bound_s - 1):.1f} %"
+            if found.step_s and found.bound_s
+            else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def rows(only: str, folder: Path | None, work_limit: float) -> Iterator[Row]:

@@ -85,6 +85,7 @@ SECTIONS = (
     Section("Large parameters in chunks", "pieces", tables.pieces),
     Section("States on disk", "disk", tables.disk),
     Section("The loss in parts", "split_ops", tables.split_ops),
+    Section("Large vocabularies", "vocabularies", own_table("plans.vocabularies")),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", tables.speculation),
     Section("Micro-batches by layer", "micro_batches", tables.emulated),
