@@ -124,7 +124,7 @@ SECTIONS = (
 
 # Campaigns and the soak are on a page of their own, by `bench.reliability.page`; the first screen
 # is the table of the README.
-ELSEWHERE = ("reliability_*", "long_tests*", "soak", "first_screen")
+ELSEWHERE = ("reliability_*", "long_tests*", "soak", "first_screen*")
 
 
 def page() -> str:
