@@ -98,6 +98,7 @@ SECTIONS = (
         "cluster_runs",
         tables.emulated,
     ),
+    Section("Rows of an answer on four ranks", "row_runs", own_table("runtime.row_runs")),
     Section("Two ranks beside peers", "several_ranks", tables.several_ranks),
     Section("Small exchanges in buckets", "buckets", tables.buckets),
     Section(
