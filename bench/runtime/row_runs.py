@@ -400,7 +400,7 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     headings = ("layout", "predicted", "measured", "error", "planned a rank", "moved")
     return markdown(headings, rows) + (
-        "\n\nLayers sleep, and cards of 50 Mbit/s are between ranks. Pipelines are predicted without "
+        "\n\nLayers sleep; cards of 50 Mbit/s are between ranks. Pipelines are predicted without "
         "the forward that an answer counts again for the last stage, which does not run it again: "
         "as planned they are 18 to 20 % too long."
     )
