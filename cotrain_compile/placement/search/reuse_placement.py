@@ -47,7 +47,15 @@ def reuse_placement(
         ordered, size = dataflow, 0
     may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
-    reused = replace(placement, away=away, recomputed=again, layers_per_pack=size, splits=splits)
+    reused = replace(
+        placement,
+        away=away,
+        refetched=tuple(name for name in placement.refetched if name in away),
+        away_on_disk=tuple(name for name in placement.away_on_disk if name in away),
+        recomputed=again,
+        layers_per_pack=size,
+        splits=splits,
+    )
     try:
         return schedule(problem, reused, compiled=compiled)
     except PlacementError:

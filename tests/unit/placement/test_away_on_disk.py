@@ -13,6 +13,7 @@ from cotrain_compile.on_disk import write_room_bytes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.wear import wear
 from cotrain_compile.plan import Lane, Placement, Plan
@@ -101,3 +102,18 @@ def test_the_wear_of_the_drive_is_told() -> None:
     assert worn is not None
     assert worn.words.endswith("to the 700 TB that the drive is rated for")
     assert wear(*plan_within(1 << 40)) is None
+
+
+def test_a_placement_used_again_leaves_out_what_the_step_does_not_know() -> None:
+    problem, plan = plan_within(scarce())
+    placement = plan.placement
+    with_more = replace(
+        placement,
+        away=(*placement.away, "gone"),
+        refetched=("gone",),
+        away_on_disk=(*placement.away_on_disk, "gone"),
+    )
+    anew = reuse_placement(problem, with_more)
+    assert anew is not None
+    check(problem, anew)
+    assert anew.placement == placement
