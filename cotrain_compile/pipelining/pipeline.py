@@ -300,7 +300,16 @@ def _made(
         memory.require_whole(part, turns.functions)
         result = torch.empty((), device="meta")
         stages.append(
-            TurnStage(turns, number, plan.stages, device, micro_batch, result, grid.group)
+            TurnStage(
+                turns,
+                number,
+                plan.stages,
+                device,
+                micro_batch,
+                result,
+                grid.group,
+                in_turn=plan.stages > ranks,
+            )
         )
     memory.set_up_is_done()
     gradients.detach()

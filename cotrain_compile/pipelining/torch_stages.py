@@ -40,6 +40,15 @@ class Entered:
     batch: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A micro-batch whose whole turn is in the place of its backward; then `loss` has its value."""
+
+    entered: Entered
+    target: torch.Tensor
+    loss: torch.Tensor
+
+
 class TurnStage(PipelineStage):
     """A stage that runs its `turns`; `sent_bytes` counts what it has sent to other stages.
 
@@ -57,10 +66,12 @@ class TurnStage(PipelineStage):
         batch: Sequence[torch.Tensor],
         result: torch.Tensor,
         group: Any,
+        in_turn: bool,
     ) -> None:
         """`batch` is one micro-batch, `result` what the last stage is said to give, a scalar.
 
-        `group` has the ranks of all stages.
+        `group` has the ranks of all stages. Where a rank has several stages `in_turn`, whole turns
+        are in the place of forwards: parameters of what is swapped come once for both.
         """
         part = turns.part
         inputs = tuple(batch) if part.enters is None else _with_gradient(part.enters)
@@ -69,6 +80,7 @@ class TurnStage(PipelineStage):
             part.module, index, count, device, inputs, output_args=outputs, group=group
         )
         self.turns = turns
+        self._in_turn = in_turn
         self.sent_bytes = 0
         self.failed: Exception | None = None
         self.fwd_cache: dict[int, Any] = {}
@@ -98,12 +110,21 @@ class TurnStage(PipelineStage):
         received, batch, no_loss = entered.received, entered.batch, torch.zeros(())
         if not self.has_backward:
             return self._turn(lambda: self.turns.judged(received, batch, target), lambda: no_loss)
-        loss, gradient = self._turn(
-            lambda: self.turns.whole(received, batch, target),
-            lambda: (no_loss, self._no_gradient()),
+        if self._in_turn:
+            loss, gradient = self._whole(entered, target)
+            self.fwd_cache[entered.number] = ((gradient,), ())
+            return loss
+        waiting = Waiting(entered, target, torch.zeros((), device=target.device))
+        self.fwd_cache[entered.number] = ((waiting,), ())
+        return waiting.loss
+
+    def _whole(
+        self, entered: Entered, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._turn(
+            lambda: self.turns.whole(entered.received, entered.batch, target),
+            lambda: (torch.zeros(()), self._no_gradient()),
         )
-        self.fwd_cache[entered.number] = ((gradient,), ())
-        return loss
 
     def backward_one_chunk(
         self,
@@ -116,6 +137,10 @@ class TurnStage(PipelineStage):
         if not self.has_backward:
             return
         (kept,), inputs = self.fwd_cache.pop(bwd_chunk_id)
+        if isinstance(kept, Waiting):
+            loss, kept_gradient = self._whole(kept.entered, kept.target)
+            kept.loss.copy_(loss)
+            kept = kept_gradient
         if not self.turns.is_last:
             received, batch, drawn = inputs
             gradient = _buffer_of(self.grad_recv_info[bwd_chunk_id])

@@ -16,7 +16,7 @@ Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al., MLSys 2023 (sequence); Le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 
@@ -61,14 +61,14 @@ def rank_profile(profile: LayerProfile, divided: Divided) -> LayerProfile:
 
 
 def exchanged_bytes(
-    profile: LayerProfile, divided: Divided, samples: int, forwards: int = 1
+    layers: Sequence[Layer], divided: Divided, samples: int, forwards: int = 1
 ) -> tuple[float, float]:
-    """What a rank sends for all layers in so many forwards and a backward of so many samples: for
+    """What a rank sends for `layers` in so many forwards and a backward of so many samples: for
     tensors and experts."""
     tensor = experts = 0.0
-    for layer in profile.layers:
+    for layer in layers:
         for division, ring, does in _exchanges(layer, divided):
-            times = forwards * division.times + _in_backward(layer, division, does)
+            times = forwards * division.times + _in_backward(layer, division)
             sent = ring.sent_bytes(does, division.exchanged.at(samples)) * times
             if does is Does.SUM:
                 tensor += sent
@@ -77,10 +77,12 @@ def exchanged_bytes(
     return tensor, experts
 
 
-def _in_backward(layer: Layer, division: Division, does: Does) -> int:
-    """How often it is exchanged there: nobody sums the gradient of a batch."""
+def _in_backward(layer: Layer, division: Division) -> int:
+    """How often it is exchanged there: nobody asks for the gradient of a batch, if that is what
+    goes to experts, before which a layer has no parameters."""
     of_batch = all(read.source == BATCH for read in layer.reads)
-    return division.times - (does is Does.SUM and of_batch and division.times > 0)
+    first = division is not layer.experts or division.params == 1.0
+    return division.times - (of_batch and first and division.times > 0)
 
 
 def _exchanges(layer: Layer, divided: Divided) -> Iterator[tuple[Division, Ring, Does]]:
@@ -149,7 +151,7 @@ def _waits(layer: Layer, divided: Divided, *, backward: bool = False) -> BySampl
     found: BySamples | None = None
     for division, ring, does in _exchanges(layer, divided):
         table = division.exchanged
-        times = _in_backward(layer, division, does) if backward else division.times
+        times = _in_backward(layer, division) if backward else division.times
         seconds = tuple(times * ring.seconds(does, nbytes) for nbytes in table.figures)
         one = BySamples(table.samples, seconds)
         found = added(found, one) if found else one

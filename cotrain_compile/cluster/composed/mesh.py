@@ -37,13 +37,12 @@ from cotrain_compile.cluster.model.description import Cluster, DevicePlace
 from cotrain_compile.cluster.model.layout import DIMENSIONS, Layout
 from cotrain_compile.cluster.model.machines import rank_machine, slower_of
 from cotrain_compile.cluster.model.profiles import LayerProfile, ways_of
+from cotrain_compile.cluster.pipeline.bounds import PassSeconds, least_of, once_s
 from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder
 from cotrain_compile.cluster.pipeline.pipeline import (
     Batches,
     PipelinePlan,
     SharedStages,
-    least_of,
-    once_s,
     plans_at,
 )
 from cotrain_compile.cluster.steps.stage_step import Ring
@@ -59,7 +58,7 @@ class RankLayers:
     def __init__(self, profile: LayerProfile) -> None:
         self.whole = profile
         self._found: dict[Divided, tuple[LayerProfile, Sequence[LayersAs]]] = {}
-        self._seconds: dict[tuple[Divided, int], tuple[float, float]] = {}
+        self._seconds: dict[tuple[Divided, int], PassSeconds] = {}
 
     def profile(self, divided: Divided) -> LayerProfile:
         return self._of(divided)[0]
@@ -68,8 +67,8 @@ class RankLayers:
         """As they are, and run again."""
         return self._of(divided)[1]
 
-    def again_s(self, divided: Divided, samples: int) -> tuple[float, float]:
-        """Of a micro-batch whose layers run again: all of them, and the longest."""
+    def again_s(self, divided: Divided, samples: int) -> PassSeconds:
+        """Of a micro-batch whose layers run again."""
         if (divided, samples) not in self._seconds:
             self._seconds[divided, samples] = once_s(self.profile(divided), samples).again
         return self._seconds[divided, samples]

@@ -75,6 +75,13 @@ class ComposedPlan:
         return 3 if self.layout.recompute else 2
 
     @property
+    def _last_begins(self) -> int:
+        """The layer at which a stage begins that runs no layer again."""
+        if isinstance(self.plan, PipelinePlan) and self.plan.stages.stages[-1].at_once:
+            return self.plan.cut.bounds[-2]
+        return len(self.mesh.layers.whole.layers)
+
+    @property
     def exchanging(self) -> float:
         """The part of what a rank computes in which it waits for those that divide its layers."""
         own = replace(self.mesh.divided, tensor_network=None, experts_network=None)
@@ -110,12 +117,16 @@ class ComposedPlan:
             if task.does in EXCHANGES:
                 sent = step.ring_of(task).sent_bytes(task.does, task.amount_of(0))
                 yield sent, ways[task.over or first].leaving
-        whole, each = self.mesh.layers.whole, self.layout.micro_batch
-        sizes = exchanged_bytes(whole, self.mesh.divided, each, self.passes - 1)
+        whole, each = self.mesh.layers.whole.layers, self.layout.micro_batch
         times = self.layout.micro_batches
-        for name, nbytes in zip(("tensor", "experts"), sizes, strict=True):
-            if nbytes:
-                yield times * nbytes, ways[name].leaving
+        for layers, forwards in (
+            (whole[: self._last_begins], self.passes - 1),
+            (whole[self._last_begins :], 1),
+        ):
+            sizes = exchanged_bytes(layers, self.mesh.divided, each, forwards)
+            for name, nbytes in zip(("tensor", "experts"), sizes, strict=True):
+                if nbytes:
+                    yield times * nbytes, ways[name].leaving
         if isinstance(self.plan, PipelinePlan):
             hops = self.mesh.links.hops(self.layout)
             yield from (

@@ -296,22 +296,18 @@ def _with(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
     return (*loads[:place], load, *loads[place:])
 
 
-def cut_by_time(
-    problem: StageProblem, seconds: Sequence[float], slowness: Sequence[float] = ()
-) -> Stages | None:
+def cut_by_time(problem: StageProblem, seconds: Sequence[Sequence[float]]) -> Stages | None:
     """The cut that fits and whose slowest stage takes least; None where no cut fits.
 
-    `seconds` are those of each layer, and `slowness` says how many times as long each device takes.
-    Dynamic program over (device, layers so far).
+    `seconds` are those of each layer, on each device. Dynamic program over (device, layers so far).
     """
     count, devices = len(problem.layers.names), len(problem.capacity_bytes)
-    slowness = slowness or (1.0,) * devices
     full = math.lcm(*problem.capacity_bytes)
     slowest = [0.0] + [math.inf] * count
     choices: list[list[int]] = []
     for device in range(devices):
         scaled = _scaled(problem, device)
-        before_s = list(accumulate((slowness[device] * s for s in seconds), initial=0.0))
+        before_s = list(accumulate(seconds[device], initial=0.0))
         rows = [_fastest_last(slowest, last, scaled, full, before_s) for last in range(count + 1)]
         slowest = [seconds for seconds, _ in rows]
         choices.append([first for _, first in rows])

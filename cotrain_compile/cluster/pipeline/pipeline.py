@@ -5,6 +5,9 @@ step. Out: a `PipelinePlan`: where the model is cut, the size of a micro-batch, 
 again for the backward, what of each stage rests on its host, and from these the step, and the peak
 of each device. A device of another kind takes as many times as long as the profile says.
 
+Layers of the last stage run again only where what they keep of one micro-batch does not fit: it
+does both passes of it at once.
+
 Something rests on hosts where else a size of micro-batches does not fit (`hosted`). Where several
 ranks have each stage, each for its share of the samples, `SharedStages` says what they exchange.
 """
@@ -19,6 +22,7 @@ from math import ceil
 from typing import NamedTuple
 
 from cotrain_compile.cluster.model.profiles import Layer, LayerProfile, Unit, units_in
+from cotrain_compile.cluster.pipeline.bounds import least_of, once_s
 from cotrain_compile.cluster.pipeline.cuts import (
     LayerPeaks,
     PipelineDevices,
@@ -30,6 +34,7 @@ from cotrain_compile.cluster.pipeline.cuts import (
 from cotrain_compile.cluster.pipeline.step import (
     BOTH,
     ExchangedPart,
+    HostedCut,
     Stage,
     StagesInOrder,
     fitting_cuts,
@@ -38,7 +43,7 @@ from cotrain_compile.cluster.pipeline.step import (
     relieved,
 )
 from cotrain_compile.cluster.steps.rank_memory import Residence
-from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Ring, StageStep, fastest_option
+from cotrain_compile.cluster.steps.stage_step import Does, Ring, StageStep, fastest_option
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
 
@@ -195,34 +200,6 @@ def options_of(
         yield PipelineOption(profile, devices, order, batches, least_s)
 
 
-class OnceSeconds(NamedTuple):
-    """A micro-batch once through all layers and back, and through the longest: as what layers make
-    is kept, and where they run again."""
-
-    kept: tuple[float, float]
-    again: tuple[float, float]
-
-
-def once_s(profile: LayerProfile, samples: int) -> OnceSeconds:
-    """For a micro-batch of so many samples."""
-    both_s = [layer.compute_s(samples) for layer in profile.layers]
-    forward_s = [layer.forward_s.at(samples) for layer in profile.layers]
-    again_s = [both + forward for both, forward in zip(both_s, forward_s, strict=True)]
-    return OnceSeconds((sum(both_s), max(both_s)), (sum(again_s), max(again_s)))
-
-
-def least_of(once: tuple[float, float], micro_batches: int, stages: int) -> float:
-    """What no cut of layers that take so long in so many stages passes under.
-
-    Stage k begins when a micro-batch has passed those before it, and computes all m of its own, so
-    that T >= b_0 + ... + b_(k-1) + m b_k for every k; the sum of all b that this allows is
-    T (1 - (1 - 1/m)^p). And a stage has the longest layer for every micro-batch.
-    """
-    all_s, longest_s = once
-    m = micro_batches
-    return max(all_s / (1 - (1 - 1 / m) ** stages), m * longest_s) * ROUNDING
-
-
 @dataclass(frozen=True)
 class PipelineOption:
     """A row of devices with micro-batches of a size, and what none of its cuts passes under."""
@@ -313,31 +290,23 @@ def plans_at(
     at_rest = beside.at_rest(profile)
     peaks = layer_peaks(at_rest, batches.micro_batch, recompute=batches.recompute)
     problem = StageProblem(peaks, devices.capacity_bytes, order, batches.micro_batches)
-    forward_s = [layer.forward_s.at(batches.micro_batch) for layer in profile.layers]
-    again_s = forward_s if batches.recompute else [0.0] * len(forward_s)
-    backward_s = [
-        layer.backward_s.at(batches.micro_batch) + again
-        for layer, again in zip(profile.layers, again_s, strict=True)
-    ]
-    both_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    ranks = devices.ranks(profile)
-    slowness = [rank.slowness for rank in ranks]
-    in_parts = beside.parts > 1
-    for cut in fitting_cuts(problem, at_rest, devices, both_s, slowness, in_parts=in_parts):
-        stages = []
-        for (first, end), own in zip(pairwise(cut.stages.bounds), cut.residence, strict=True):
-            layers = [beside.own(layer) for layer in profile.layers[first:end]]
-            stages.append(
-                Stage(
-                    sum(forward_s[first:end]),
-                    sum(backward_s[first:end]),
-                    _crossing(profile, end, batches.micro_batch),
-                    sum(layer.touched_bytes for layer in layers[own.states :]),
-                    sum(peaks.kept_bytes[first:end]) if own.kept else 0,
-                    [layer for layer in layers[: own.states] if layer.grad_bytes],
-                    list(_parts(profile, first, end, batches, beside)),
-                )
-            )
+    made: dict[tuple[HostedCut, bool], None] = {}
+    for again in (False, True) if batches.recompute else (False,):
+        both_s = list(_both_s(profile, devices, batches, again))
+        is_last_again = again
+        for cut in fitting_cuts(problem, at_rest, devices, both_s, in_parts=beside.parts > 1):
+            whole = cut
+            if batches.recompute and not again:
+                whole = _keeping(profile, cut, batches.micro_batch)
+            if whole.stages.peak_bytes[-1] <= problem.capacity_bytes[-1]:
+                made[whole, again] = None
+            else:
+                made[cut, True], is_last_again = None, True
+        if not is_last_again:
+            break
+    for cut, again in made:
+        stages = list(_stages(profile, cut, peaks, batches, beside, again))
+        ranks = devices.ranks(profile)
         in_order = StagesInOrder(ranks, stages, order, batches.micro_batches, beside.rings)
         yield PipelinePlan(
             profile,
@@ -350,20 +319,72 @@ def plans_at(
         )
 
 
+def _both_s(
+    profile: LayerProfile, devices: PipelineDevices, batches: Batches, last_again: bool
+) -> Iterator[Sequence[float]]:
+    """The seconds of all layers on each device, with what runs again."""
+    each = batches.micro_batch
+    last = len(devices.machines) - 1
+    for number, rank in enumerate(devices.ranks(profile)):
+        again = batches.recompute and (number < last or last_again)
+        yield [
+            rank.slowness * (layer.compute_s(each) + again * layer.forward_s.at(each))
+            for layer in profile.layers
+        ]
+
+
+def _keeping(profile: LayerProfile, cut: HostedCut, samples: int) -> HostedCut:
+    """A cut whose last stage keeps what its layers make of one micro-batch, at most as much as the
+    peaks of their backwards, where nobody knows what they keep."""
+    first, end = cut.stages.bounds[-2:]
+    more = 0.0
+    for layer in profile.layers[first:end]:
+        if layer.kept_bytes:
+            kept = layer.kept(samples)
+        else:
+            kept = layer.backward_peak(samples) - layer.param_bytes - layer.grad_bytes
+        more += max(0.0, kept - layer.input_bytes(samples))
+    *others, last = cut.stages.peak_bytes
+    return cut._replace(stages=replace(cut.stages, peak_bytes=(*others, last + ceil(more))))
+
+
+def _stages(
+    profile: LayerProfile,
+    cut: HostedCut,
+    peaks: LayerPeaks,
+    batches: Batches,
+    beside: SharedStages,
+    last_again: bool,
+) -> Iterator[Stage]:
+    each, last = batches.micro_batch, len(cut.residence) - 1
+    for number, (first, end) in enumerate(pairwise(cut.stages.bounds)):
+        layers, away = profile.layers[first:end], cut.residence[number]
+        again = batches.recompute and (number < last or last_again)
+        own = [beside.own(layer) for layer in layers]
+        forward_s = sum(layer.forward_s.at(each) for layer in layers)
+        yield Stage(
+            forward_s,
+            sum(layer.backward_s.at(each) for layer in layers) + again * forward_s,
+            _crossing(profile, end, each),
+            sum(layer.touched_bytes for layer in own[away.states :]),
+            sum(peaks.kept_bytes[first:end]) if away.kept else 0,
+            [layer for layer in own[: away.states] if layer.grad_bytes],
+            list(_parts(layers, each, again, beside)),
+            at_once=batches.recompute and not again,
+        )
+
+
 def _parts(
-    profile: LayerProfile, first: int, end: int, batches: Batches, beside: SharedStages
+    layers: Sequence[Layer], samples: int, again: bool, beside: SharedStages
 ) -> Iterator[ExchangedPart]:
     """What of a stage is exchanged at once, where other ranks have it too."""
-    if first == end or not beside.rings:
+    if not layers or not beside.rings:
         return
-    for unit in units_in(profile.layers[first:end]):
-        forward_s, backward_s = (
-            unit.forward_s(batches.micro_batch),
-            unit.backward_s(batches.micro_batch),
-        )
+    for unit in units_in(layers):
+        forward_s = unit.forward_s(samples)
         yield ExchangedPart(
             forward_s,
-            backward_s + (forward_s if batches.recompute else 0.0),
+            unit.backward_s(samples) + again * forward_s,
             unit.param_bytes if beside.parts > 1 else 0,
             tuple(beside.exchanges(unit)),
         )

@@ -7,9 +7,9 @@ A stage runs its micro-batches in the order of GPipe (all forwards, then all bac
 (as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
 stage is sent while they compute. Where what a stage keeps is offloaded, it goes to the host behind
 its forward, which the next forward but one waits for, and comes back behind the turn before the
-last, so that no more than `HELD` micro-batches are on the device. Each stage
-updates at its end, on the device what rests there, and on the host, layer by layer, what rests
-there.
+last, so that no more than `HELD` micro-batches are on the device. The last stage may do
+both passes of a micro-batch at once. Each stage updates at its end, on the device what rests there,
+and on the host, layer by layer, what rests there.
 
 Where other ranks run the same stage on other samples, its layers are gathered before its first
 forward, part by part, and its gradients are exchanged behind its last backward, part by part too.
@@ -68,7 +68,8 @@ class Stage(NamedTuple):
 
     So many go to the next stage, and as many come back as a gradient. An update on the device
     touches `touched_bytes`. What is `kept_bytes` of a micro-batch goes to the host and comes back;
-    the host updates the layers `hosted`. Its `parts` are told where other ranks have it too.
+    the host updates the layers `hosted`. Its `parts` are told where other ranks have it too. Both
+    passes of a micro-batch that it does `at_once` are in the place of its backward.
     """
 
     forward_s: float
@@ -78,6 +79,7 @@ class Stage(NamedTuple):
     kept_bytes: float = 0.0
     hosted: Sequence[Layer] = ()
     parts: Sequence[ExchangedPart] = ()
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,10 @@ def _forward(of: StagesInOrder, number: int, turn: _Turn) -> Iterator[StageTask]
     after = [f"activations {i} over hop {number - 1}"] if number else []
     if stage.kept_bytes and i >= 2:
         after.append(f"kept {i - 2} of stage {number}")
-    if i == 0 and any(part.gathered_bytes for part in stage.parts):
-        yield from _gathered(of, number, name, after)
+    if stage.at_once:
+        yield StageTask(name, Does.COMPUTE, 0.0, after, number)
     else:
-        yield StageTask(name, Does.COMPUTE, stage.forward_s, after, number)
+        yield from _passed_on(of, number, i, name, after)
     if number < len(of.stages) - 1:
         yield _hop(of, f"activations {i}", number, name)
     if stage.kept_bytes:
@@ -200,12 +202,33 @@ def _backward(
         waits += [f"kept {forwards - 2} of stage {number}"] if forwards >= 2 else []
         after.append(f"kept {i} back to stage {number}")
         yield StageTask(after[-1], Does.FETCH, stage.kept_bytes, waits, number)
-    if i == of.micro_batches - 1 and stage.parts:
-        yield from _exchanged(of, number, turn.at(number), after)
-    else:
-        yield StageTask(turn.at(number), Does.COMPUTE, stage.backward_s, after, number)
+    if stage.at_once:
+        made = f"{turn.at(number)}, its forward"
+        yield from _passed_on(of, number, i, made, after)
+        after = [made]
+    yield from _passed_back(of, number, i, turn.at(number), after)
     if number:
         yield _hop(of, f"gradients {i}", number - 1, turn.at(number))
+
+
+def _passed_on(
+    of: StagesInOrder, number: int, i: int, name: str, after: Sequence[str]
+) -> Iterator[StageTask]:
+    stage = of.stages[number]
+    if i == 0 and any(part.gathered_bytes for part in stage.parts):
+        yield from _gathered(of, number, name, after)
+    else:
+        yield StageTask(name, Does.COMPUTE, stage.forward_s, after, number)
+
+
+def _passed_back(
+    of: StagesInOrder, number: int, i: int, name: str, after: Sequence[str]
+) -> Iterator[StageTask]:
+    stage = of.stages[number]
+    if i == of.micro_batches - 1 and stage.parts:
+        yield from _exchanged(of, number, name, after)
+    else:
+        yield StageTask(name, Does.COMPUTE, stage.backward_s, after, number)
 
 
 def _gathered(
@@ -370,18 +393,17 @@ def fitting_cuts(
     problem: StageProblem,
     profile: LayerProfile,
     devices: PipelineDevices,
-    both_s: Sequence[float],
-    slowness: Sequence[float],
+    both_s: Sequence[Sequence[float]],
     *,
     in_parts: bool = False,
 ) -> Iterator[HostedCut]:
     """Cuts that fit, with what rests on hosts: nothing, or one thing, or both where that does not
-    do."""
+    do. `both_s` are the seconds of all layers on each device."""
     found: dict[HostedCut, None] = {}
     for may_be in ((ON_DEVICE,), (KEPT, STATES), (BOTH,)) if devices.hosts else ((ON_DEVICE,),):
         for may in may_be:
             problem_of_rest = relieved(problem, profile, may)
-            balanced = cut_by_time(problem_of_rest, both_s, slowness)
+            balanced = cut_by_time(problem_of_rest, both_s)
             if balanced is not None:
                 for stages in dict.fromkeys((balanced, cut_stages(problem_of_rest))):
                     cut = hosted(problem, profile, devices, stages, may, in_parts=in_parts)

@@ -114,7 +114,11 @@ def test_layers_run_again_where_what_they_keep_does_not_fit() -> None:
     plan = plan_pipeline(MODEL, [a_row(3, 400)], PipelineOrder.GPIPE, 8)
     assert plan.recompute
     assert max(plan.cut.peak_bytes) <= 400
-    assert plan.step.seconds == pytest.approx((8 + 3 - 1) * 2 * (1 + 1 + 2))
+    # Two layers rest with 80 and hold inputs of eight; at work are 60, and the last stage, which
+    # runs them once, keeps what they make.
+    assert plan.cut.peak_bytes == (80 + 8 * 20 + 60, 80 + 8 * 20 + 60, 80 + 8 * 20 + 60 + 40)
+    # Eight forwards and one more, the last stage once, eight backwards and one more.
+    assert plan.step.seconds == pytest.approx((8 + 1) * 2 + 2 * (1 + 2) + (8 + 1) * 2 * (1 + 2))
     # 1F1B holds fewer at once, and nothing has to run again.
     assert not plan_pipeline(MODEL, [a_row(3, 400)], PipelineOrder.ONE_F_ONE_B, 8).recompute
 

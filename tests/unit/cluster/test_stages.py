@@ -60,10 +60,11 @@ def test_the_slowest_stage_takes_least_among_the_cuts_that_fit() -> None:
     for _ in range(300):
         problem = random_problem(rng)
         count, devices = len(problem.layers.names), len(problem.capacity_bytes)
-        seconds = [float(rng.randint(0, 9)) for _ in range(count)]
+        seconds = [[float(rng.randint(0, 9)) for _ in range(count)] for _ in range(devices)]
 
-        def slowest_s(stages: Stages, seconds: Sequence[float] = seconds) -> float:
-            return max(sum(seconds[a:b]) for a, b in itertools.pairwise(stages.bounds))
+        def slowest_s(stages: Stages, seconds: Sequence[Sequence[float]] = seconds) -> float:
+            spans = zip(seconds, itertools.pairwise(stages.bounds), strict=True)
+            return max(sum(own[a:b]) for own, (a, b) in spans)
 
         cuts = [
             problem.stages((0, *inner, count))
