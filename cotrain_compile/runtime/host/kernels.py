@@ -34,6 +34,7 @@ from cotrain_compile.runtime.host.match_update import (
     ancestors,
     match_update,
 )
+from cotrain_compile.runtime.host.smaller_region import smaller_region
 from cotrain_compile.runtime.host.speculation import speculative_kernels
 from cotrain_compile.runtime.host.trial import NEVER_NEGATIVE, agree, rounds_once
 from cotrain_compile.runtime.host.update_bundles import bundle_kernels
@@ -76,7 +77,7 @@ def _fast(
     if rule is not None and fused is not None:
         kind = _kind(region, rule)
         if kind not in checked:
-            checked[kind] = _passes_trial(region, fused)
+            checked[kind] = _passes_trial(*_small(region, inputs, rule) or (region, fused))
         if checked[kind]:
             return fused
     return chunked_kernel(region)
@@ -178,6 +179,15 @@ def _kind(region: fx.GraphModule, rule: OptimizerRule) -> object:
 def _traits(value: torch.Tensor) -> object:
     """Equal for tensors that a loop goes through alike: of any size where they are contiguous."""
     return str(value.dtype) if value.is_contiguous() else str(_layout(value))
+
+
+def _small(
+    region: fx.GraphModule, inputs: Sequence[StepInput | None], rule: OptimizerRule
+) -> tuple[fx.GraphModule, FusedKernel] | None:
+    """The same update of a smaller parameter, with its kernel; None where there is none."""
+    smaller = smaller_region(region)
+    fused = _fused(smaller, inputs, rule) if smaller is not None else None
+    return (smaller, fused) if smaller is not None and fused is not None else None
 
 
 def _passes_trial(region: fx.GraphModule, fused: FusedKernel) -> bool:

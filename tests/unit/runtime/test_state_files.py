@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cotrain_compile.errors import DiskError
-from cotrain_compile.on_disk import PIECE_BYTES
+from cotrain_compile.on_disk import PIECE_BYTES, ROOMS
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import file_of, leave_disk, rest_on_disk
 
@@ -33,7 +33,7 @@ def doubled(tensor: torch.Tensor) -> None:
     """Pass it through rooms, and double what is in each."""
     file = file_of(tensor)
     assert file is not None
-    passing = Rooms(6 * PIECE_BYTES).ask([file], tensor.nbytes)
+    passing = Rooms(ROOMS * PIECE_BYTES).ask([file], tensor.nbytes)
     for number in range(passing.count):
         room = passing.take(number)
         room.elements(0, passing.size(number), tensor.dtype).mul_(2)
