@@ -232,6 +232,7 @@ class _Splitting:
         value = self.node[ends.value]
         shifted = shifted_name(ends.value, part)
         from_start = self._made(shifted, aten.sub.Tensor, (value, start), of=of)
+        from_start.meta[ROWS] = True  # where a part begins is the number that its code has not
         name = ends_name(ends.value, part)
         return self._made(name, aten.clamp.default, (from_start, 0, count), of=of)
 

@@ -17,7 +17,8 @@ from cotrain_compile.runtime.ops import TASKS
 COPY = torch.ops.aten.copy_.default
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _WRITES = (COPY, ADD_IN_PLACE)
-# In the `meta` of a view: rows of a value that a part is given, as an input of its own.
+# In the `meta` of what a part is given as an input of its own: its rows of a value, as a view, or
+# where groups of rows end as seen from its first.
 ROWS = "rows of a part"
 
 

@@ -81,6 +81,18 @@ class GroupedExperts(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, order, done * share[order, None]).view_as(x)
 
 
+class FusedGates(nn.Module):
+    """An MLP whose gate and what goes through it are one product, which is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)  # type: ignore[no-any-return]
+
+
 class Stem(nn.Module):
     """Convolutions on images with a norm between them, and the mean of each channel."""
 
@@ -130,6 +142,7 @@ LAYERS = {
     "masked attention": Layers(lambda: Attention(masked=True), "attention", TOKENS),
     "batched experts": Layers(BatchedExperts, "experts", 8),
     "grouped experts": Layers(GroupedExperts, "experts", SEQUENCES * TOKENS, rtol=2e-2),
+    "fused gates": Layers(FusedGates, "mlp", SEQUENCES * TOKENS),
     "group norm": Layers(lambda: Stem(nn.GroupNorm(4, 16)), "convolution", 6, IMAGES),
 }
 # These cross what no part can do alone.

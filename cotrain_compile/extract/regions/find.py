@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.capture.nodes.storages import is_view, storage_key
+from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.op_bytes import nbytes_of
 from cotrain_compile.extract.regions.grow import Grown, grow
@@ -28,6 +28,7 @@ from cotrain_compile.extract.regions.starts import (
     is_product,
     kind_of,
     rows_of,
+    taken_of,
     wide_from,
     widens,
 )
@@ -185,13 +186,12 @@ def _leaves(node: fx.Node, grown: Grown) -> bool:
 
 def _is_alone(grown: Grown, found: Sequence[Grown]) -> bool:
     """Whether it is no chunk of a loss that the user has in chunks: these read one hidden state."""
-    key = _hidden(grown)
-    return sum(_hidden(other) == key for other in found) == 1
+    hidden = _hidden(grown)
+    return sum(_hidden(other) is hidden for other in found) == 1
 
 
-def _hidden(grown: Grown) -> object:
-    node = next(n for n in grown.ops[0].all_input_nodes if n in grown.needs)
-    return storage_key(node)
+def _hidden(grown: Grown) -> fx.Node:
+    return taken_of(next(n for n in grown.ops[0].all_input_nodes if n in grown.needs))
 
 
 def _told(

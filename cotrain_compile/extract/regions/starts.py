@@ -97,9 +97,14 @@ def kind_of(product: fx.Node) -> str:
     if product.target is not aten.bmm.default:
         return "mlp"
     weight: Any = product.args[1]
-    while weight.op == "call_function" and (is_view(weight) or weight.target in _CONVERTED):
-        weight = weight.all_input_nodes[0]
-    return "experts" if weight.op == "placeholder" else "attention"
+    return "experts" if taken_of(weight).op == "placeholder" else "attention"
+
+
+def taken_of(node: fx.Node) -> fx.Node:
+    """What `node` is a view or a copy of, or of a part of it."""
+    while node.op == "call_function" and (is_view(node) or node.target in _CONVERTED):
+        node = node.all_input_nodes[0]
+    return node
 
 
 _CONVERTED = frozenset({aten._to_copy.default, aten.clone.default})
