@@ -18,11 +18,13 @@ from torch import fx
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.op_bytes import nbytes_of
-from cotrain_compile.extract.regions.grow import Grown, grow
+from cotrain_compile.extract.regions.dispatch import around_mask, masks
+from cotrain_compile.extract.regions.grow import Grown, grow, leaves
 from cotrain_compile.extract.regions.rows import Rows
 from cotrain_compile.extract.regions.starts import (
     ENOUGH,
     MATRIX_PRODUCTS,
+    NEAR,
     WIDE,
     elements,
     is_product,
@@ -44,8 +46,6 @@ _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
 LIKELIHOOD_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
-# What of a layer belongs together is no further apart, in nodes.
-_NEAR = 60
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,20 @@ def _inner(
     """What runs in parts around products that make more than they read, and their backward.
 
     That of the widest product first: attention is one of its own, and none of the product before.
+    What sends tokens to experts is found before them all.
     """
     at = {node: index for index, node in enumerate(nodes)}
+    found = dict[int, tuple[str, Grown]]()
+    for mask in masks(step):
+        sent = around_mask(step, nodes, at, mask) if mask not in taken else None
+        if sent is not None and taken.isdisjoint(sent.ops):
+            taken.update(sent.ops)
+            found[at[mask]] = ("dispatch", sent)
     starts = [
         node
         for node in nodes
         if is_product(node) and node not in taken and _is_forward(step, node) and widens(node)
     ]
-    found = dict[int, tuple[str, Grown]]()
     for node in sorted(starts, key=lambda node: -elements(node)):
         grown = _in_most_rows(step, nodes, at, node, taken) if node not in taken else None
         if grown is not None:
@@ -130,17 +136,17 @@ def _around(
 ) -> Grown | None:
     """What runs in `length` rows, or parts of them, with `product`, and what of its backward."""
     wide = wide_from(product)
-    near = nodes[max(0, at[product] - _NEAR) : at[product] + _NEAR]
+    near = nodes[max(0, at[product] - NEAR) : at[product] + NEAR]
     ahead = [node for node in near if _is_forward(step, node)]
     forward = grow(ahead, {product: rows}, wide, Grown(length))
     read = [at[user] for node in forward.rows for user in node.users if user in at]
     late = [place for place in read if not _is_forward(step, nodes[place])]
     if not late or not forward.windows[0] or forward.sums or forward.counted:
         return None
-    behind = nodes[max(0, min(late) - _NEAR) : max(late) + _NEAR]
+    behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
-    leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
+    leaving = (n for n in grown.rows if leaves(n, grown) and elements(n) >= wide)
     if not all(grown.windows) or grown.unread or next(leaving, None) is not None:
         return None
     return grown
@@ -170,18 +176,10 @@ def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown |
         wide = WIDE * elements(logits)
         grown = grow([logits, *behind], {logits: rows}, wide, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
-        leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
+        leaving = (n for n in grown.rows if leaves(n, grown) and elements(n) >= wide)
         if has_backward and next(leaving, None) is None:
             return grown
     return None
-
-
-def _leaves(node: fx.Node, grown: Grown) -> bool:
-    """Whether the rest of the step reads the value of `node`, itself or a view of it."""
-    inside = set(grown.ops)
-    return any(
-        user not in inside or (is_view(user) and _leaves(user, grown)) for user in node.users
-    )
 
 
 def _is_alone(grown: Grown, found: Sequence[Grown]) -> bool:
@@ -260,7 +258,7 @@ def _in_order(nodes: set[fx.Node]) -> list[fx.Node]:
 def _results(nodes: Sequence[fx.Node], grown: Grown) -> list[fx.Node]:
     """The values of a window with memory of their own that the rest of the step reads."""
     own = [n for n in nodes if (n in grown.rows or n in grown.sums) and _has_own_memory(n)]
-    return [node for node in own if node in grown.sums or _leaves(node, grown)]
+    return [node for node in own if node in grown.sums or leaves(node, grown)]
 
 
 def _has_own_memory(node: fx.Node) -> bool:

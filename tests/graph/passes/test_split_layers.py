@@ -111,9 +111,9 @@ def with_memory(dataflow: Dataflow) -> list[Op]:
 
 @NAMES
 def test_a_layer_is_a_region_of_its_kind_over_all_its_rows(name: str) -> None:
-    (region,) = captured(name)[1].regions
-    assert (region.kind, region.length) == (LAYERS[name].kind, LAYERS[name].rows)
-    assert len(region.windows) == 2  # forward and backward
+    case = LAYERS[name]
+    (region,) = (each for each in captured(name)[1].regions if each.kind == case.kind)
+    assert (region.length, len(region.windows)) == (case.rows, case.windows)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -180,6 +180,6 @@ def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compil
         torch.testing.assert_close(found, whole, rtol=LAYERS[name].rtol, atol=1e-5)
     assert step.lowered is not None
     of_code = parts_by_code(step.lowered)
-    rows = part_rows(LAYERS[name].rows, 4)
+    expected = [set(range(len(part_rows(r.length, 4)))) for r in captured(name)[1].regions]
     assert of_code
-    assert all(parts == set(range(len(rows))) for parts in of_code)
+    assert all(parts in expected for parts in of_code)
