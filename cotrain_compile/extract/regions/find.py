@@ -18,11 +18,13 @@ from torch import fx
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.op_bytes import nbytes_of
+from cotrain_compile.extract.regions.calls import shape_of
 from cotrain_compile.extract.regions.dispatch import around_mask, masks
 from cotrain_compile.extract.regions.grow import Grown, grow, leaves
 from cotrain_compile.extract.regions.rows import Rows
 from cotrain_compile.extract.regions.starts import (
     ENOUGH,
+    FEW,
     MATRIX_PRODUCTS,
     NEAR,
     WIDE,
@@ -121,7 +123,7 @@ def _in_most_rows(
         grown = _around(step, nodes, at, product, rows, length)
         if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
             most = grown if most is None or grown.length > most.length else most
-            if length >= ENOUGH:
+            if length >= (ENOUGH if kind_of(product) != "experts" else FEW):
                 break
     return most
 
@@ -146,10 +148,16 @@ def _around(
     behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
-    leaving = (n for n in grown.rows if leaves(n, grown) and elements(n) >= wide)
-    if not all(grown.windows) or grown.unread or next(leaving, None) is not None:
+    wide_ones = (n for n in grown.rows if elements(n) >= wide and not _is_of_weight(n, grown))
+    if not all(grown.windows) or grown.unread or any(leaves(n, grown) for n in wide_ones):
         return None
     return grown
+
+
+def _is_of_weight(node: fx.Node, grown: Grown) -> bool:
+    """Whether it is the gradient of a weight that a part has its rows of, as those of experts."""
+    weights = (n for n in grown.needs if taken_of(n).op == "placeholder")
+    return is_product(node) and any(shape_of(n) == shape_of(node) for n in weights)
 
 
 def _logits(step: StepGraph) -> Iterator[fx.Node]:

@@ -27,6 +27,8 @@ _SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 WIDE = 0.6
 # What gives every part a row or more in as many parts as are worth while for most steps.
 ENOUGH = 8
+# Of experts: a part of them has its own weights, where one of their tokens has all.
+FEW = 4
 # What of a layer belongs together is no further apart, in nodes.
 NEAR = 60
 # A product that makes so many times what it reads begins a region.
