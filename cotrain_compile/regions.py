@@ -112,7 +112,8 @@ class Window:
 class Region:
     """Ops that may run in parts of a dimension of `length` rows.
 
-    `kind` says what it is in the model: "loss", "attention", "experts", "mlp" or "convolution".
+    `kind` says what it is in the model: "loss", "attention", "experts", "dispatch", "mlp" or
+    "convolution".
     `sliced` are buffers that a part has its rows of, in place of the whole; what else the ops make,
     and nobody else reads, each part makes whole. A part may have any number of rows.
     """

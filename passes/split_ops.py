@@ -30,7 +30,7 @@ from cotrain_compile.extract.regions.find import (
 from cotrain_compile.extract.regions.rows import Rows, part_shape
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
-from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS
+from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, GIVEN, base_of
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import (
     Collected,
@@ -115,6 +115,8 @@ class _Splitting:
             self._count(self.node[counted.value], self.node[counted.op])
         with self.graph.inserting_before(place):
             rooms = [(result, self._room(result, place)) for result in self.window.collected]
+            for _, room in rooms:
+                base_of(room).meta[GIVEN] = True
             start = 0
             for part, count in enumerate(self.rows):
                 self._part(nodes, part, start, count, rooms)
@@ -211,7 +213,7 @@ class _Splitting:
             if node in read and node not in own:
                 name = f"{part_name(node.name, part)}_rows"
                 own[node] = self._taken(node, rows, name, start, count)
-                own[node].meta[ROWS] = True
+                own[node].meta[GIVEN] = True
         for op in nodes:
             for ends in self.region.ends:
                 if ends.op == op.name:
@@ -232,6 +234,7 @@ class _Splitting:
         value = self.node[ends.value]
         shifted = shifted_name(ends.value, part)
         from_start = self._made(shifted, aten.sub.Tensor, (value, start), of=of)
+        from_start.meta[GIVEN] = True  # where a part begins is the number that its code has not
         name = ends_name(ends.value, part)
         return self._made(name, aten.clamp.default, (from_start, 0, count), of=of)
 

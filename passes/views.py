@@ -17,8 +17,9 @@ from cotrain_compile.runtime.ops import TASKS
 COPY = torch.ops.aten.copy_.default
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _WRITES = (COPY, ADD_IN_PLACE)
-# In the `meta` of a view: rows of a value that a part is given, as an input of its own.
-ROWS = "rows of a part"
+# In the `meta` of what a part is given: its rows of a value, as a view, where groups of rows end as
+# seen from its first, or room for what parts collect. No segment makes it beside the ops of a part.
+GIVEN = "given to a part"
 
 
 def storage(node: fx.Node) -> object:

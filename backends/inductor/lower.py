@@ -29,7 +29,7 @@ from cotrain_compile.backends.inductor.segments import Segment, SegmentedStep, s
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS, viewed, written_by
+from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, GIVEN, viewed, written_by
 from cotrain_compile.support.collector import collector_off
 from cotrain_compile.support.phases import tell_phase
 from cotrain_compile.support.raised_by_handler import raised_by_handler
@@ -141,7 +141,7 @@ def _runs_alone(node: fx.Node, symbols: frozenset[str]) -> bool:
     if (
         draws_other_numbers(node)
         or may_draw_out_of_order(node)
-        or ROWS in node.meta
+        or GIVEN in node.meta
         or _collects(node)
     ):
         return True

@@ -29,7 +29,7 @@ from torch import fx
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.graph.collectives import is_collective, is_wait
-from cotrain_compile.passes.views import COPY, ROWS, is_write, viewed
+from cotrain_compile.passes.views import COPY, GIVEN, is_write, viewed
 from cotrain_compile.runtime.ops import TASKS
 
 # Compile time of a stretch grows faster than its length.
@@ -88,10 +88,10 @@ def _runs(
 def is_shown(node: fx.Node) -> bool:
     """Whether `node` computes nothing: a view, an item of a tuple, the size of a dimension.
 
-    A wait for a collective shows its result, but not before it runs. The rows that a part is given
-    are none: with them made inside, no two parts would be the same code.
+    A wait for a collective shows its result, but not before it runs. What a part is given is none:
+    with it made inside, no two parts would be the same code.
     """
-    if is_wait(node) or ROWS in node.meta:
+    if is_wait(node) or GIVEN in node.meta:
         return False
     if node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt | int):
         return True
@@ -138,8 +138,8 @@ def _is_used_behind(place: fx.Node, node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What `node` shows: the op, task, wait or input that made its memory, or a part's rows."""
-    while not is_wait(node) and ROWS not in node.meta and (source := viewed(node)) is not None:
+    """What `node` shows: the op, task, wait input that made its memory, or a part was given."""
+    while not is_wait(node) and GIVEN not in node.meta and (source := viewed(node)) is not None:
         node = source
     return node
 

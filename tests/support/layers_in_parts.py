@@ -54,6 +54,31 @@ class BatchedExperts(nn.Module):
         return found.view_as(x)
 
 
+class DispatchedExperts(nn.Module):
+    """Tokens go to their experts by a mask of tokens, experts and room, as Switch has it."""
+
+    def __init__(self, experts: int = 4, room: int = 48) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, experts)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 4 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 4 * WIDTH, WIDTH) / 8)
+        self.room = room
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.first(x.flatten(0, 1))
+        shares = self.gate(tokens).softmax(-1)
+        chosen = F.one_hot(shares.argmax(-1), shares.shape[-1]).to(x.dtype)
+        place = chosen.cumsum(0) - 1
+        chosen = chosen * (place < self.room)
+        place = (place * chosen).sum(-1).long().clamp(max=self.room - 1)
+        taken = F.one_hot(place, self.room).to(x.dtype)
+        back = torch.einsum("se,sc->sec", shares * chosen, taken)
+        there = (back != 0).to(x.dtype)
+        sent = torch.einsum("sec,sm->ecm", there, tokens)
+        done = torch.bmm(F.gelu(torch.bmm(sent, self.up)), self.down)
+        return torch.einsum("sec,ecm->sm", back, done).view_as(x)
+
+
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Rows by the weights of their groups, in bfloat16 as torch has it, else one by one."""
     if weights.dtype is not torch.float64:
@@ -81,6 +106,18 @@ class GroupedExperts(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, order, done * share[order, None]).view_as(x)
 
 
+class FusedGates(nn.Module):
+    """An MLP whose gate and what goes through it are one product, which is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)  # type: ignore[no-any-return]
+
+
 class Stem(nn.Module):
     """Convolutions on images with a norm between them, and the mean of each channel."""
 
@@ -96,13 +133,14 @@ class Stem(nn.Module):
 
 @dataclass(frozen=True)
 class Layers:
-    """A model of some `layer`, what its regions are, if any, and how many rows they have."""
+    """A model of some `layer`, what its widest region is, if any, its rows and its windows."""
 
     layer: Callable[[], nn.Module]
     kind: str = ""
     rows: int = 0
     shape: tuple[int, ...] = (SEQUENCES, TOKENS, WIDTH)
     rtol: float = 1e-4
+    windows: int = 2  # forward and backward
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(5)
@@ -130,6 +168,8 @@ LAYERS = {
     "masked attention": Layers(lambda: Attention(masked=True), "attention", TOKENS),
     "batched experts": Layers(BatchedExperts, "experts", 8),
     "grouped experts": Layers(GroupedExperts, "experts", SEQUENCES * TOKENS, rtol=2e-2),
+    "one-hot dispatch": Layers(DispatchedExperts, "dispatch", SEQUENCES * TOKENS, windows=4),
+    "fused gates": Layers(FusedGates, "mlp", SEQUENCES * TOKENS),
     "group norm": Layers(lambda: Stem(nn.GroupNorm(4, 16)), "convolution", 6, IMAGES),
 }
 # These cross what no part can do alone.

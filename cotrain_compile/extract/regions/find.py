@@ -15,19 +15,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.capture.nodes.storages import is_view, storage_key
+from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.op_bytes import nbytes_of
-from cotrain_compile.extract.regions.grow import Grown, grow
+from cotrain_compile.extract.regions.calls import shape_of
+from cotrain_compile.extract.regions.dispatch import around_mask, masks
+from cotrain_compile.extract.regions.grow import Grown, grow, leaves
 from cotrain_compile.extract.regions.rows import Rows
 from cotrain_compile.extract.regions.starts import (
     ENOUGH,
+    FEW,
     MATRIX_PRODUCTS,
+    NEAR,
     WIDE,
     elements,
     is_product,
     kind_of,
     rows_of,
+    taken_of,
     wide_from,
     widens,
 )
@@ -43,8 +48,6 @@ _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
 LIKELIHOOD_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
-# What of a layer belongs together is no further apart, in nodes.
-_NEAR = 60
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,20 @@ def _inner(
     """What runs in parts around products that make more than they read, and their backward.
 
     That of the widest product first: attention is one of its own, and none of the product before.
+    What sends tokens to experts is found before them all.
     """
     at = {node: index for index, node in enumerate(nodes)}
+    found = dict[int, tuple[str, Grown]]()
+    for mask in masks(step):
+        sent = around_mask(step, nodes, at, mask) if mask not in taken else None
+        if sent is not None and taken.isdisjoint(sent.ops):
+            taken.update(sent.ops)
+            found[at[mask]] = ("dispatch", sent)
     starts = [
         node
         for node in nodes
         if is_product(node) and node not in taken and _is_forward(step, node) and widens(node)
     ]
-    found = dict[int, tuple[str, Grown]]()
     for node in sorted(starts, key=lambda node: -elements(node)):
         grown = _in_most_rows(step, nodes, at, node, taken) if node not in taken else None
         if grown is not None:
@@ -114,7 +123,7 @@ def _in_most_rows(
         grown = _around(step, nodes, at, product, rows, length)
         if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
             most = grown if most is None or grown.length > most.length else most
-            if length >= ENOUGH:
+            if length >= (ENOUGH if kind_of(product) != "experts" else FEW):
                 break
     return most
 
@@ -129,20 +138,26 @@ def _around(
 ) -> Grown | None:
     """What runs in `length` rows, or parts of them, with `product`, and what of its backward."""
     wide = wide_from(product)
-    near = nodes[max(0, at[product] - _NEAR) : at[product] + _NEAR]
+    near = nodes[max(0, at[product] - NEAR) : at[product] + NEAR]
     ahead = [node for node in near if _is_forward(step, node)]
     forward = grow(ahead, {product: rows}, wide, Grown(length))
     read = [at[user] for node in forward.rows for user in node.users if user in at]
     late = [place for place in read if not _is_forward(step, nodes[place])]
     if not late or not forward.windows[0] or forward.sums or forward.counted:
         return None
-    behind = nodes[max(0, min(late) - _NEAR) : max(late) + _NEAR]
+    behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
-    leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
-    if not all(grown.windows) or grown.unread or next(leaving, None) is not None:
+    wide_ones = (n for n in grown.rows if elements(n) >= wide and not _is_of_weight(n, grown))
+    if not all(grown.windows) or grown.unread or any(leaves(n, grown) for n in wide_ones):
         return None
     return grown
+
+
+def _is_of_weight(node: fx.Node, grown: Grown) -> bool:
+    """Whether it is the gradient of a weight that a part has its rows of, as those of experts."""
+    weights = (n for n in grown.needs if taken_of(n).op == "placeholder")
+    return is_product(node) and any(shape_of(n) == shape_of(node) for n in weights)
 
 
 def _logits(step: StepGraph) -> Iterator[fx.Node]:
@@ -169,29 +184,20 @@ def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown |
         wide = WIDE * elements(logits)
         grown = grow([logits, *behind], {logits: rows}, wide, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
-        leaving = (n for n in grown.rows if _leaves(n, grown) and elements(n) >= wide)
+        leaving = (n for n in grown.rows if leaves(n, grown) and elements(n) >= wide)
         if has_backward and next(leaving, None) is None:
             return grown
     return None
 
 
-def _leaves(node: fx.Node, grown: Grown) -> bool:
-    """Whether the rest of the step reads the value of `node`, itself or a view of it."""
-    inside = set(grown.ops)
-    return any(
-        user not in inside or (is_view(user) and _leaves(user, grown)) for user in node.users
-    )
-
-
 def _is_alone(grown: Grown, found: Sequence[Grown]) -> bool:
     """Whether it is no chunk of a loss that the user has in chunks: these read one hidden state."""
-    key = _hidden(grown)
-    return sum(_hidden(other) == key for other in found) == 1
+    hidden = _hidden(grown)
+    return sum(_hidden(other) is hidden for other in found) == 1
 
 
-def _hidden(grown: Grown) -> object:
-    node = next(n for n in grown.ops[0].all_input_nodes if n in grown.needs)
-    return storage_key(node)
+def _hidden(grown: Grown) -> fx.Node:
+    return taken_of(next(n for n in grown.ops[0].all_input_nodes if n in grown.needs))
 
 
 def _told(
@@ -260,7 +266,7 @@ def _in_order(nodes: set[fx.Node]) -> list[fx.Node]:
 def _results(nodes: Sequence[fx.Node], grown: Grown) -> list[fx.Node]:
     """The values of a window with memory of their own that the rest of the step reads."""
     own = [n for n in nodes if (n in grown.rows or n in grown.sums) and _has_own_memory(n)]
-    return [node for node in own if node in grown.sums or _leaves(node, grown)]
+    return [node for node in own if node in grown.sums or leaves(node, grown)]
 
 
 def _has_own_memory(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.extract.regions.calls import (
     COUNTED,
     SUM,
@@ -237,3 +238,9 @@ class _Growing:
 def _is_exit(node: fx.Node, wide_from: float) -> bool:
     """Whether it is a product with a narrow result, behind which parts end."""
     return is_product(node) and elements(node) < wide_from
+
+
+def leaves(node: fx.Node, grown: Grown) -> bool:
+    """Whether the rest of the step reads the value of `node`, itself or a view of it."""
+    inside = set(grown.ops)
+    return any(user not in inside or (is_view(user) and leaves(user, grown)) for user in node.users)

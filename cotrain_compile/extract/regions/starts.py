@@ -27,6 +27,10 @@ _SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 WIDE = 0.6
 # What gives every part a row or more in as many parts as are worth while for most steps.
 ENOUGH = 8
+# Of experts: a part of them has its own weights, where one of their tokens has all.
+FEW = 4
+# What of a layer belongs together is no further apart, in nodes.
+NEAR = 60
 # A product that makes so many times what it reads begins a region.
 _MORE = 2
 
@@ -97,9 +101,14 @@ def kind_of(product: fx.Node) -> str:
     if product.target is not aten.bmm.default:
         return "mlp"
     weight: Any = product.args[1]
-    while weight.op == "call_function" and (is_view(weight) or weight.target in _CONVERTED):
-        weight = weight.all_input_nodes[0]
-    return "experts" if weight.op == "placeholder" else "attention"
+    return "experts" if taken_of(weight).op == "placeholder" else "attention"
+
+
+def taken_of(node: fx.Node) -> fx.Node:
+    """What `node` is a view or a copy of, or of a part of it."""
+    while node.op == "call_function" and (is_view(node) or node.target in _CONVERTED):
+        node = node.all_input_nodes[0]
+    return node
 
 
 _CONVERTED = frozenset({aten._to_copy.default, aten.clone.default})

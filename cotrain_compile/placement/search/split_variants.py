@@ -21,7 +21,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.search.infeasible import floor_bytes
+from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.plan import Plan
@@ -151,8 +151,10 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
         parts = enough or max(needs)
         if all(n >= (1.0 - SAVES) * was for n, was in zip(needs[parts], whole, strict=True)):
             continue
-        chosen |= {r.name: parts for r in of_kind}
-        whole = needs[parts]
+        beside = {**chosen, **{r.name: parts for r in of_kind}}
+        if chosen and _least(problem, beside) > _least(problem, chosen):
+            continue  # sums that are there as long as all parts run take more than these save
+        chosen, whole = beside, needs[parts]
     if fits:
         yield fits
     if chosen and chosen != fits:
@@ -202,6 +204,11 @@ def _needs(problem: Problem) -> tuple[int, int]:
     """Bytes of the device where nothing moves, and where all does that can."""
     moves = moves_of(problem, resident(problem.dataflow))
     return max(moves.slot_bytes), floor_bytes(problem)
+
+
+def _least(problem: Problem, splits: Splits) -> int:
+    """Bytes of the device that the step in parts needs with all that can be away."""
+    return least_of(_in_parts(problem, splits)).nbytes
 
 
 def _in_parts(problem: Problem, splits: Splits) -> Problem:

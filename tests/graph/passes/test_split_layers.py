@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from cotrain_compile.backends.inductor import lower as lowering
+from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Op, Role
 from cotrain_compile.extract.extract import extract
@@ -25,8 +30,10 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
+from cotrain_compile.regions import part_rows
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
+from tests.graph.backends.test_segments_of_steps import Interpreted
 from tests.support.layers_in_parts import LAYERS, WHOLE, Layers
 from tests.support.steps import compiling_with, cotrain
 
@@ -63,12 +70,24 @@ def planned(name: str, parts: int) -> tuple[Problem, Plan]:
     return problem, schedule(problem, replace(resident(dataflow), splits=splits))
 
 
-def in_parts(name: str, parts: int) -> CompiledStep:
+def in_parts(name: str, parts: int, *, compiled: bool = False) -> CompiledStep:
     problem, plan = planned(name, parts)
     check(problem, plan)
-    placed = run_passes(captured(name)[0].copy(), plan)
+    step = captured(name)[0]
+    placed = run_passes(step.copy(), plan)
     device = EmulatedDevice(problem.machine, plan.budgets, host_kernels(placed, "captured"))
-    return CompiledStep(problem, plan, placed, device, None)
+    under = problem.under(plan.placement).dataflow
+    lowered = lower(step, placed, under, {}, ()) if compiled else None
+    return CompiledStep(problem, plan, placed, device, lowered)
+
+
+def parts_by_code(lowered: LoweredStep) -> list[set[int]]:
+    """For each code that runs ops of parts, which parts."""
+    found: dict[int, set[int]] = {}
+    for name, segment in lowered.segmented.segments.items():
+        for part in re.findall(r"_part(\d+)\b", " ".join(segment.ops)):
+            found.setdefault(id(lowered.code[name]), set()).add(int(part))
+    return list(found.values())
 
 
 def trained(name: str, run: Callable[[list[Any]], Any]) -> list[torch.Tensor]:
@@ -92,9 +111,9 @@ def with_memory(dataflow: Dataflow) -> list[Op]:
 
 @NAMES
 def test_a_layer_is_a_region_of_its_kind_over_all_its_rows(name: str) -> None:
-    (region,) = captured(name)[1].regions
-    assert (region.kind, region.length) == (LAYERS[name].kind, LAYERS[name].rows)
-    assert len(region.windows) == 2  # forward and backward
+    case = LAYERS[name]
+    (region,) = (each for each in captured(name)[1].regions if each.kind == case.kind)
+    assert (region.length, len(region.windows)) == (case.rows, case.windows)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -149,3 +168,18 @@ def test_parts_are_no_further_from_float64_than_the_whole_but_for_a_quarter(name
 
     whole, parts = (distance(trained(name, run)) for run in (whole_step(name), in_parts(name, 4)))
     assert 0 < parts <= 1.25 * whole
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@NAMES
+def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compiled: bool) -> None:
+    as_it_is = mock.patch.object(lowering, "compile_graph", Interpreted)
+    with nullcontext() if is_compiled else as_it_is:
+        step = in_parts(name, 4, compiled=True)
+    for found, whole in zip(trained(name, step), trained(name, whole_step(name)), strict=True):
+        torch.testing.assert_close(found, whole, rtol=LAYERS[name].rtol, atol=1e-5)
+    assert step.lowered is not None
+    of_code = parts_by_code(step.lowered)
+    expected = [set(range(len(part_rows(r.length, 4)))) for r in captured(name)[1].regions]
+    assert of_code
+    assert all(parts in expected for parts in of_code)

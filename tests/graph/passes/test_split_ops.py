@@ -17,6 +17,7 @@ from cotrain_compile.backends.inductor.lower import lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.extract.extract import extract
+from cotrain_compile.extract.regions import find
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.options import Options
@@ -28,13 +29,13 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
-from cotrain_compile.presets import find
+from cotrain_compile.presets import find as preset
 from cotrain_compile.regions import Region
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.graph.backends.test_segments_of_steps import Interpreted
 from tests.support.captured_steps import TRAININGS, captured_training
-from tests.support.language_models import LANGUAGE_MODELS
+from tests.support.language_models import IN_CHUNKS, LANGUAGE_MODELS
 from tests.support.steps import compiling_with, cotrain
 
 STEPS = 20
@@ -59,7 +60,7 @@ def captured(name: str) -> tuple[StepGraph, list[Any]]:
 
         return run
 
-    case = LANGUAGE_MODELS[name]
+    case = {**LANGUAGE_MODELS, "in chunks": IN_CHUNKS}[name]
     model = case.model()
     torch._dynamo.reset()
     with compiling_with(note):
@@ -77,7 +78,7 @@ def losses_of(dataflow: Dataflow) -> list[Region]:
 
 
 def problem_of(dataflow: Dataflow) -> Problem:
-    return formulate(dataflow, find("this-machine"), dict.fromkeys(MEMORIES, 1 << 40))
+    return formulate(dataflow, preset("this-machine"), dict.fromkeys(MEMORIES, 1 << 40))
 
 
 def plan_of(dataflow: Dataflow, parts: int) -> Plan:
@@ -159,6 +160,12 @@ def test_the_loss_of_a_language_model_is_a_region(name: str) -> None:
     assert {region.length for region in losses} == {tokens}
 
 
+def test_a_loss_that_the_user_has_in_chunks_is_left_alone() -> None:
+    assert not losses_of(dataflow_of("in chunks"))
+    with mock.patch.object(find, "_is_alone", return_value=True):
+        assert len(losses_of(extract(captured("in chunks")[0]))) == IN_CHUNKS.chunks
+
+
 @NAMES
 def test_an_mlp_is_a_region_with_a_place_in_the_forward_and_one_in_the_backward(name: str) -> None:
     case, dataflow = LANGUAGE_MODELS[name], dataflow_of(name)
@@ -238,7 +245,10 @@ def test_the_peak_is_as_planned_to_the_byte(name: str) -> None:
     ("name", "is_compiled"),
     [
         ("plain", False),
-        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("plain", "everything")),
+        *(
+            pytest.param(name, True, marks=pytest.mark.long)
+            for name in ("plain", "everything", "transposed")
+        ),
     ],
 )
 def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compiled: bool) -> None:
