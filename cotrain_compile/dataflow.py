@@ -160,9 +160,11 @@ class UpdateGroup:
     `ops` run only for this parameter, in program order. `gradient` is the buffer that leaves the
     backward; `states` are the optimizer's own; `scalars` are small values shared with other groups
     (a clipping coefficient, a bias correction). `low_precision` is the copy of the parameter that
-    autocast makes for the forward, "" where the parameter itself is used. `has_loop` says whether
-    the host has a fused loop for the optimizer; else it runs the ops one by one. Where each of its
-    `elements` is updated by itself, in memory without gaps, they may go in pieces; 0 where not.
+    autocast makes for the forward, "" where the parameter itself is used, and `recasts` are equal
+    copies that are made later in the step: for another micro-batch, or by a checkpoint. `has_loop`
+    says whether the host has a fused loop for the optimizer; else it runs the ops one by one. Where
+    each of its `elements` is updated by itself, in memory without gaps, they may go in pieces; 0
+    where not.
     """
 
     param: str
@@ -173,6 +175,7 @@ class UpdateGroup:
     low_precision: str = ""
     has_loop: bool = True
     elements: int = 0
+    recasts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ class Dataflow:
                 raise ValueError(f"op {op.name} touches unknown buffers {strange[:3]}")
         for group in self.updates:
             unknown = {group.param, group.gradient, *group.states, *group.scalars} - known
-            unknown |= {group.low_precision} - known - {""}
+            unknown |= {group.low_precision, *group.recasts} - known - {""}
             unknown |= set(group.ops) - ops
             _require(not unknown, f"the update of {group.param} names {sorted(unknown)[:3]}")
             _require(group.param in params, f"{group.param} is updated and no parameter")

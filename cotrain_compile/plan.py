@@ -59,7 +59,9 @@ class Placement:
     updates, frozen parameters, and gradients kept in `.grad`: what uses them reads them, piece by
     piece); `updates` one for every update group, by parameter name. A parameter at home off the
     device is fetched for its uses: itself, or the low-precision copy of its group, which the host
-    then makes unless all are `fetched_whole`, as by systems that know of no casts. `away` names
+    then makes unless all are `fetched_whole`, as by systems that know of no casts. With
+    `casts_once` that copy serves all uses in the step, in place of equal ones that autocast makes
+    for each micro-batch and in a checkpoint's second forward (`placement.casts`). `away` names
     what leaves the device in the longest gap between two uses, from forward to backward:
     activations, and such fetched weights, which are then fetched twice. Activations that are
     `refetched`, too, are gone once more, in the longest gap behind that, and come back from the
@@ -90,6 +92,7 @@ class Placement:
     refetched: tuple[str, ...] = ()
     fetched_whole: bool = False
     away_on_disk: tuple[str, ...] = ()
+    casts_once: bool = False
 
     @property
     def uses_disk(self) -> bool:

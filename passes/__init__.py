@@ -13,6 +13,7 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.graph.random_ops import is_random
+from cotrain_compile.passes.cast_once import cast_once
 from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
 from cotrain_compile.passes.move_ops import move_ops
@@ -33,6 +34,7 @@ Observer = Callable[[str, StepGraph, StepGraph], None]
 PASSES: tuple[Pass, ...] = (
     split_ops,
     run_by_layer,
+    cast_once,
     recompute_values,
     update_in_pieces,
     move_ops,

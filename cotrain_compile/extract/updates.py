@@ -18,6 +18,7 @@ nothing says where it rests.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,8 +114,9 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
         if item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
             inputs.setdefault(item.param or item.name, []).append(node)
     derived = _from_hyperparameters(step)
+    place = {node: position for position, node in enumerate(step.module.graph.nodes)}
     groups = [
-        _group(step, nodes, inputs.get(param, []), derived, draws, buffer_of)
+        _group(step, nodes, inputs.get(param, []), derived, draws, buffer_of, place)
         for param, nodes in members.items()
     ]
     placeholders = step.module.graph.find_nodes(op="placeholder")
@@ -199,6 +201,7 @@ def _group(
     derived: set[fx.Node],
     draws: _Draws,
     buffer_of: Mapping[str, str],
+    place: Mapping[fx.Node, int],
 ) -> UpdateGroup | None:
     """The group of one parameter: `nodes` work for it, `inputs` are it and its states."""
     inside = set(nodes)
@@ -219,15 +222,17 @@ def _group(
     gradient = max(
         outside, key=lambda name: _like_a_gradient(step, outside[name], params[0], draws)
     )
+    copies = [buffer_of[cast.name] for cast in equal_casts(params[0], place)]
     return UpdateGroup(
         param=buffer_of[params[0].name],
         gradient=gradient,
         states=tuple(buffer_of[node.name] for node in states),
         scalars=tuple(name for name in outside if name != gradient),
         ops=tuple(node.name for node in nodes),
-        low_precision=_low_precision_copy(params[0], buffer_of),
+        low_precision=copies[0] if copies else "",
         has_loop=has_loop(rule, _dtypes(step, inputs)),
         elements=elements_of(step, nodes, params[0]),
+        recasts=tuple(copies[1:]),
     )
 
 
@@ -293,13 +298,25 @@ def _is_hyperparameter(step: StepGraph, node: fx.Node) -> bool:
     return item is not None and item.role is Role.HYPERPARAMETER
 
 
-def _low_precision_copy(param: fx.Node, buffer_of: Mapping[str, str]) -> str:
-    """The buffer of the narrower copy that autocast makes of a parameter, or ""."""
-    for user in param.users:
-        is_cast = user.target is aten._to_copy.default
-        if is_cast and user.meta["val"].element_size() < param.meta["val"].element_size():
-            return buffer_of[user.name]
-    return ""
+def equal_casts(param: fx.Node, place: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The narrower copy that autocast makes of a parameter, and those equal to it, in their order.
+
+    `place` has the position of each node in the step. What is made when the step has written the
+    parameter is another copy.
+    """
+    writes = (place[user] for user in param.users if user.target is aten.copy_.default)
+    written = min(writes, default=math.inf)
+    casts = [user for user in sorted(param.users, key=place.__getitem__) if _narrows(user, param)]
+    found = casts[:1]
+    for cast in casts[1:]:
+        if (cast.args, cast.kwargs) == (found[0].args, found[0].kwargs) and place[cast] < written:
+            found.append(cast)
+    return found
+
+
+def _narrows(user: fx.Node, param: fx.Node) -> bool:
+    is_cast = user.target is aten._to_copy.default
+    return is_cast and user.meta["val"].element_size() < param.meta["val"].element_size()
 
 
 def gradients_kept(step: StepGraph, buffer_of: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from cotrain_compile.analysis.held import held_bytes, holding
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import disk_bytes
+from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.host_memory import host_bytes
 from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.order.by_layer import in_packs
@@ -119,10 +120,12 @@ def place_as_planned(dataflow: Dataflow, plan: Plan) -> PlacedDataflow:
 
 
 def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
-    """The step that `placement` leaves: in parts, its ops in order, some run again, some in pieces.
+    """The step that `placement` leaves: in parts, in order, some ops again, some in pieces.
 
     The first passes do the same to the graph. Raises as `place`.
     """
     parts = split_regions(dataflow, placement.splits)
-    again = recomputed(in_packs(parts, placement.layers_per_pack), placement.recomputed)
+    ordered = in_packs(parts, placement.layers_per_pack)
+    cast = casts_once(ordered) if placement.casts_once else ordered
+    again = recomputed(cast, placement.recomputed)
     return in_pieces(again, pieces_under(parts, placement))

@@ -11,6 +11,7 @@ from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.errors import OptionError
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, pieces_under
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
@@ -38,8 +39,9 @@ class Problem:
     what code ops run (`roofline`), `speculates` that updates may begin on guesses. `whole_bytes`
     are those of values inside of compiled kernels, which have in `dataflow` what they take of
     memory (`analysis.held`). In it regions run in parts by `splits`, micro-batches in packs of
-    `layers_per_pack`, the values `recomputed` are made again, and some updates go in `pieces`, all
-    nothing in the problem of a step; else the step itself is what is `written`.
+    `layers_per_pack`, each parameter is `cast_once`, the values `recomputed` are made again, and
+    some updates go in `pieces`, all nothing in the problem of a step; else the step itself is what
+    is `written`.
     """
 
     dataflow: Dataflow
@@ -55,6 +57,7 @@ class Problem:
     pieces: tuple[Pieced, ...] = ()
     written: Written | None = None
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
+    cast_once: bool = False
 
     @property
     def step(self) -> Dataflow:
@@ -70,7 +73,11 @@ class Problem:
         written = self.written or Written(self.dataflow, self.costs)
         pieces = pieces_under(split_regions(written.dataflow, placement.splits), placement)
         return self._rewritten(
-            placement.layers_per_pack, placement.recomputed, placement.splits, pieces
+            placement.layers_per_pack,
+            placement.recomputed,
+            placement.splits,
+            pieces,
+            cast_once=placement.casts_once,
         )
 
     def in_packs(self, layers_per_pack: int) -> Problem:
@@ -78,15 +85,23 @@ class Problem:
 
         Raises `PlanError` where the step does not allow that.
         """
-        return self._rewritten(layers_per_pack, self.recomputed, self.splits)
+        return self._rewritten(
+            layers_per_pack, self.recomputed, self.splits, cast_once=self.cast_once
+        )
 
     def recomputing(self, names: Sequence[str]) -> Problem:
         """The problem of the step in which `names` are made again, and nothing else."""
-        return self._rewritten(self.layers_per_pack, names, self.splits)
+        return self._rewritten(self.layers_per_pack, names, self.splits, cast_once=self.cast_once)
 
     def splitting(self, splits: Mapping[str, int]) -> Problem:
         """The problem of the step whose regions run in so many parts, and no others."""
-        return self._rewritten(self.layers_per_pack, self.recomputed, splits)
+        return self._rewritten(
+            self.layers_per_pack, self.recomputed, splits, cast_once=self.cast_once
+        )
+
+    def casting_once(self) -> Problem:
+        """The problem of the step in which the copy of each parameter is made once."""
+        return self._rewritten(self.layers_per_pack, self.recomputed, self.splits, cast_once=True)
 
     def _rewritten(
         self,
@@ -94,18 +109,28 @@ class Problem:
         names: Sequence[str],
         splits: Mapping[str, int],
         pieces: tuple[Pieced, ...] = (),
+        *,
+        cast_once: bool,
     ) -> Problem:
         """From what is written, in whatever order it is asked for.
 
         An op takes as long the second time as the first, a part what the machine's rates allow.
         """
-        own = self.layers_per_pack, frozenset(self.recomputed), self.splits, self.pieces
-        if (layers_per_pack, frozenset(names), splits, pieces) == own:
+        own = (
+            self.layers_per_pack,
+            frozenset(self.recomputed),
+            self.splits,
+            self.pieces,
+            self.cast_once,
+        )
+        if (layers_per_pack, frozenset(names), splits, pieces, cast_once) == own:
             return self
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, splits)
         costs = self._with_parts(written, parts, splits)
         ordered = in_packs(parts, layers_per_pack)
+        if cast_once:
+            ordered = casts_once(ordered)
         again = recomputed_ops(ordered, names)
         known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
@@ -119,7 +144,8 @@ class Problem:
             layers_per_pack=layers_per_pack,
             splits=splits,
             pieces=pieces,
-            written=written if names or layers_per_pack or splits or pieces else None,
+            cast_once=cast_once,
+            written=written if names or layers_per_pack or splits or pieces or cast_once else None,
         )
 
     def _with_parts(
@@ -158,7 +184,15 @@ class Problem:
 
     def as_its_own_step(self) -> Problem:
         """The same, of a step that is written as this one runs."""
-        return replace(self, recomputed=(), layers_per_pack=0, splits={}, pieces=(), written=None)
+        return replace(
+            self,
+            recomputed=(),
+            layers_per_pack=0,
+            splits={},
+            pieces=(),
+            cast_once=False,
+            written=None,
+        )
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

@@ -48,6 +48,8 @@ def plan_words(policy: str) -> str:
                 told.append(f"in {how} parts")
             case "packs":
                 told.append("micro-batches breadth first")
+            case "cast-once":
+                told.append("weights cast once")
             case "head":
                 told.append("logits too")
             case "values":

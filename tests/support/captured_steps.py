@@ -79,6 +79,11 @@ def make_checkpointed_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), block, nn.Linear(24, 4))
 
 
+def make_checkpointed_linears() -> nn.Module:
+    block = Checkpointed(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU())
+    return nn.Sequential(nn.Linear(12, 24), nn.GELU(), block, nn.Linear(24, 4))
+
+
 def autocast_cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return CASES["mlp"].loss_of(model, x, y)
@@ -163,6 +168,14 @@ def make_keeping_step(
 
 # For what is about kept gradients alone.
 KEEPING = {"keeping": Training(CASES["mlp"], OPTIMIZERS["adamw"], make_keeping_step)}
+# Autocast casts weights for each of two micro-batches, those of a checkpoint twice.
+RECASTING = {
+    "recasting": Training(
+        Case(make_checkpointed_linears, CASES["mlp"].make_batch, autocast_cross_entropy),
+        OPTIMIZERS["adamw"],
+        make_accumulating_step,
+    )
+}
 # Transformers whose micro-batches may run layer by layer, but for one with dropout.
 MICRO_BATCHED = {
     name: Training(case.case, OPTIMIZERS[case.optimizer], partial(make_micro_batch_step, case))
@@ -204,7 +217,7 @@ class Captured:
 
 
 def captured(name: str) -> Captured:
-    return captured_training((TRAININGS | KEEPING | MICRO_BATCHED)[name])
+    return captured_training((TRAININGS | KEEPING | RECASTING | MICRO_BATCHED)[name])
 
 
 @functools.cache

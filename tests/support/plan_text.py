@@ -7,6 +7,7 @@
     h = recompute()
     loss = parts(4)
     updates = pieces(1024)
+    weights = cast_once()
 
 In: such lines, and a `Placement` if there is one. Out: a `Plan`, of whose budgets and prediction
 nothing is known. `lines` writes the tasks and moved ops of any plan.
@@ -40,6 +41,7 @@ def parse(text: str) -> Plan:
     recomputed: list[str] = []
     layers_per_pack = piece_bytes = 0
     splits: dict[str, int] = {}
+    casts_once = False
     for line in filter(None, map(str.strip, text.splitlines())):
         name, call = read_line(line)
         match call.name:
@@ -59,6 +61,8 @@ def parse(text: str) -> Plan:
                 piece_bytes = call.args[0]
             case "packs":
                 layers_per_pack = call.args[0]
+            case "cast_once":
+                casts_once = True
             case _:
                 raise ValueError(f"{line!r} says nothing about a plan")
     placement = Placement(
@@ -69,6 +73,7 @@ def parse(text: str) -> Plan:
         layers_per_pack=layers_per_pack,
         splits=splits,
         piece_bytes=piece_bytes,
+        casts_once=casts_once,
     )
     nothing = Timeline("predicted", (), {})
     return Plan("", "", {}, placement, tuple(tasks), nothing, moved=tuple(moved))

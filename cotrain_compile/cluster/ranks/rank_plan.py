@@ -51,7 +51,7 @@ def in_micro_batches(step: Dataflow, count: int) -> Dataflow:
     last = made[-1]
     ops = [op for copy in made for op in copy.ops(copy is last)]
     updates = tuple(
-        replace(group, gradient=last.summed[group.gradient], low_precision="")
+        replace(group, gradient=last.summed[group.gradient], low_precision="", recasts=())
         for group in step.updates
     )
     values = step.checkpoints.values

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import ReplayedPeak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
@@ -86,6 +87,38 @@ def _require(condition: bool, message: str) -> None:
         raise PlanError(f"unsound plan: placement.splits {message}")
 
 
+def check_cast_once(whole: Dataflow, dataflow: Dataflow) -> None:
+    """Raise `PlanError` unless `dataflow` is `whole` but for copies of parameters, equal to others.
+
+    A copy that is left out is made of a parameter alone, as the one in its place is, which comes
+    before it; nothing writes the parameter before the last of them.
+    """
+    left = {op.name for op in dataflow.ops}
+    made_of: dict[str, tuple[str, str]] = {}  # the parameter and the op, by what it makes
+    instead: dict[str, str] = {}
+    of_group = {n: group for group in whole.updates for n in (group.low_precision, *group.recasts)}
+    first: dict[str, str] = {}
+    written: set[str] = set()
+    for op in whole.ops:
+        made = [n for n in op.writes if whole.buffer[n].role is not Role.WORKSPACE]
+        group = of_group.get(made[0]) if len(made) == 1 else None
+        is_cast = group is not None and op.reads == (group.param,)
+        if group is not None and is_cast:
+            of = first.setdefault(group.param, made[0])
+            made_of[made[0]] = group.param, op.target
+            if op.name not in left:
+                same = made_of[of] == made_of[made[0]] and group.param not in written
+                same &= whole.buffer[of].nbytes == whole.buffer[made[0]].nbytes
+                require(same and of != made[0], f"{made[0]} is no copy of {group.param} like {of}")
+                instead[made[0]] = of
+        require(is_cast or op.name in left, f"the plan leaves out {op.name}")
+        written.update(op.writes)
+    kept = [op for op in whole.ops if op.name in left]
+    for op, now in zip(kept, dataflow.ops, strict=True):
+        reads = tuple(dict.fromkeys(instead.get(name, name) for name in op.reads))
+        require((now.name, now.reads) == (op.name, reads), f"{op.name} reads {now.reads}")
+
+
 def check_pieces(whole: Dataflow, dataflow: Dataflow) -> None:
     """Raise `PlanError` unless each update in pieces does what it does in `whole`, to all of it."""
     covered: dict[str, int] = {}
@@ -151,6 +184,9 @@ def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier,
     dataflow = split_regions(dataflow, plan.placement.splits)
     ordered = in_packs(dataflow, plan.placement.layers_per_pack)
     check_ordered(dataflow, ordered)
+    if plan.placement.casts_once:
+        ordered, whole = casts_once(ordered), ordered
+        check_cast_once(whole, ordered)
     check_recomputed(ordered, plan.placement)
     dataflow = recomputed(ordered, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from cotrain_compile.analysis.reuse import reuse_distances
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
 from cotrain_compile.placement.explain.sensitivity import Limits, limits, slacks
@@ -266,9 +267,14 @@ def strategy_in(problem: Problem, placement: Placement, param: str) -> Strategy:
         raise PlanError(_unknown(problem, param)) from None
 
 
+def _cast(problem: Problem, placement: Placement) -> Dataflow:
+    return casts_once(problem.dataflow) if placement.casts_once else problem.dataflow
+
+
 def every_strategy(problem: Problem, placement: Placement) -> Mapping[str, Strategy]:
     """The strategy of each parameter in `placement`."""
-    dataflow, copies = problem.dataflow, low_precision_copies(problem.dataflow)
+    dataflow = _cast(problem, placement)
+    copies = low_precision_copies(dataflow)
     params = [buffer.name for buffer in dataflow.buffers if buffer.role is Role.PARAM]
     return {
         param: strategy_of(dataflow, placement, param, copies.get(param, param)) for param in params
@@ -279,7 +285,7 @@ def with_strategy(
     problem: Problem, placement: Placement, param: str, strategy: Strategy
 ) -> Placement:
     """`placement` with `strategy` for `param`, all else as it is."""
-    dataflow = problem.dataflow
+    dataflow = _cast(problem, placement)
     fetched = low_precision_copies(dataflow).get(param, param)
     placed = strategy.placed(dataflow, param, fetched)
     group = dataflow.update.get(param)

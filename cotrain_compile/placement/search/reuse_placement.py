@@ -14,6 +14,7 @@ from dataclasses import replace
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.order.by_layer import OrderIsKept, by_layer
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputable
@@ -39,12 +40,14 @@ def reuse_placement(
     groups = {group.param for group in dataflow.updates}
     if set(placement.homes) != persistent or set(placement.updates) != groups:
         return None
-    away = tuple(name for name in placement.away if name in dataflow.buffer)
     size = placement.layers_per_pack
     try:
         ordered = by_layer(dataflow, size)
     except OrderIsKept:
         ordered, size = dataflow, 0
+    if placement.casts_once:
+        ordered = casts_once(ordered)
+    away = tuple(name for name in placement.away if name in ordered.buffer)
     may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
     reused = replace(

@@ -5,7 +5,8 @@ for the step as it is and with more and more of it made again, the integer progr
 each is scheduled and simulated, and the fastest is returned. So a bad model can cost speed and
 never correctness, and the plan is never slower than any simple rule's. Its report has the certified
 bound of the relaxed program. All that is done for the step in each order of its micro-batches that
-is worth a try (`orders`), and for regions of it in parts (`split_variants`).
+is worth a try (`orders`), with each parameter cast once (`cast_variants`), and for regions of it in
+parts (`split_variants`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
+from cotrain_compile.placement.search.cast_variants import best_cast
 from cotrain_compile.placement.search.climb_levels import (
     climb_by_program,
     climb_further,
@@ -88,8 +90,11 @@ def solve(
 
     def in_parts(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
         def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
-            own = space if ordered.dataflow is problem.dataflow else None
-            return _Search(ordered, within, told, own, work).run(own_plans)
+            def search(step: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
+                own = space if step.dataflow is problem.dataflow else None
+                return _Search(step, within, told, own, work).run(own_plans)
+
+            return best_cast(ordered, settings.policy, work, own_plans, search)
 
         return best_order(whole, within, plans, climb)
 

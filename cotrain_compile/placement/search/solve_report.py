@@ -12,6 +12,7 @@ from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.milp.solvers import Solution, pick
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
@@ -139,9 +140,9 @@ def _values_in_words(dataflow: Dataflow, names: Collection[str]) -> str:
 
 
 def note_on_casts(problem: Problem, plan: Plan) -> tuple[str, ...]:
-    """Weights that come up whole since a respected checkpoint casts them again."""
+    """Weights that come up whole since they are cast more than once."""
     dataflow, placement = problem.step, plan.placement
-    if not dataflow.checkpoints.values or dataflow.checkpoints.dissolved:
+    if placement.casts_once or not has_recasts(dataflow):
         return ()
     once, buffer = low_precision_copies(dataflow), dataflow.buffer
     again = [
@@ -152,9 +153,9 @@ def note_on_casts(problem: Problem, plan: Plan) -> tuple[str, ...]:
     if not again:
         return ()
     return (
-        f"{len(again)} weights are cast in the forward and in a checkpoint's second one, so that "
-        f"they come up whole, {format_bytes(sum(again))} more than in low precision: "
-        "checkpoints='dissolve' casts each once",
+        f"{len(again)} weights are cast for each micro-batch, or again by a checkpoint, so that "
+        f"they come up whole, {format_bytes(sum(again))} more than in low precision: one copy for "
+        "all uses takes more memory, or is slower",
     )
 
 

@@ -35,11 +35,17 @@ from tests.support.plans.random_moves import Mover
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
     """A plan whose placement and schedule are random, with budgets that it just fits.
 
-    What is made again is what `problem` makes again, and the order of micro-batches its order.
+    What is made again is what `problem` makes again, the order of micro-batches its order, and
+    parameters are cast once where it does so.
     """
     placement = _random_placement(problem.dataflow, rng)
     size = problem.layers_per_pack
-    placement = replace(placement, recomputed=problem.recomputed, layers_per_pack=size)
+    placement = replace(
+        placement,
+        recomputed=problem.recomputed,
+        layers_per_pack=size,
+        casts_once=problem.cast_once,
+    )
     moved = Mover(problem.dataflow, placement, rng).moved()
     program = place(problem, placement, moved=moved).program
     return _plan(problem, moved, _TaskPlacer(program, placement, rng))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Buffer, Checkpoints, Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
@@ -80,20 +78,3 @@ def test_solve_takes_them_by_name(policy: str) -> None:
     plan = solve(problem, SolveSettings(policy=policy))
     assert plan.placement.policy == policy
     assert plan.predicted.makespan_s == plan_of(problem.dataflow, policy).predicted.makespan_s
-
-
-def test_weights_that_a_checkpoint_casts_again_are_told() -> None:
-    step = mixed_precision_step(1, params=1 << 20)
-    *others, backward, cast, update = step.ops
-    again = Op("cast_again", "aten._to_copy", Phase.BACKWARD, ("p32_0",), ("again",), 0, 6 << 20)
-    reads = tuple("again" if name == "p16_0" else name for name in backward.reads)
-    ops = (*others, again, replace(backward, reads=reads), cast, update)
-    buffers = (*step.buffers, Buffer("again", 2 << 20, Role.TEMPORARY))
-    checkpoints = Checkpoints(("again",))
-    checkpointed = replace(step, ops=ops, buffers=buffers, checkpoints=checkpoints)
-    plan = solve(formulate(checkpointed, find("h100"), PLENTY), SolveSettings("zero-offload"))
-    assert plan.bytes_moved("prefetch") == 4 << 20
-    assert any("1 weights are cast" in n and "2.0 MiB more" in n for n in plan.notes)
-    plain = solve(formulate(step, find("h100"), PLENTY), SolveSettings("zero-offload"))
-    assert plain.bytes_moved("prefetch") == 2 << 20
-    assert not any("are cast" in note for note in plain.notes)
