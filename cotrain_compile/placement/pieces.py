@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Pieces, Role, UpdateGroup
 from cotrain_compile.machine import Machine, Tier
@@ -26,17 +27,40 @@ PIECE_BYTES = 32 << 20
 ALIGNED = 1024
 
 
-@dataclass(frozen=True)
+class Piece(NamedTuple):
+    """One piece of an update: its `ops`, and the pieces of buffers that they touch and write.
+
+    `workspace_bytes` is the most that the values made inside take at once.
+    """
+
+    ops: tuple[str, ...]
+    touched: tuple[str, ...]
+    written: frozenset[str]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
 class Pieced:
     """The update of `param` in pieces, each from one of the `bounds` to the next, in elements.
 
-    Of the buffers `fetched` each piece has a piece of its own; what else it touches lies on the
-    device as a whole.
+    Of the buffers `fetched` each piece has a piece of its own, called as `wholes` says; what else
+    it touches lies on the device as a whole. In place of the ops `whole` there are `ops`, on
+    `buffers` in place of those that are `made`. The numbers that the first piece makes and others
+    read take `common_bytes`. It says the same of every order of the step, whatever is made again,
+    and is one object for all: what is made again is nothing that an update reads.
     """
 
     param: str
     bounds: tuple[int, ...]
     fetched: frozenset[str]
+    whole: tuple[Op, ...]
+    made: frozenset[str]
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    wholes: Mapping[str, str]
+    pieces: tuple[Piece, ...]
+    common_bytes: int
+    group: UpdateGroup
 
 
 def piece_bounds(elements: int, nbytes: int, piece_bytes: int) -> tuple[int, ...]:
@@ -87,7 +111,7 @@ def _pieces_under(dataflow: Dataflow, placement: Placement) -> Iterator[Pieced]:
         fetched |= {group.gradient} & away
         fetched = {n for n in fetched if dataflow.buffer[n].nbytes >= group.elements}
         if len(bounds) > 2 and fetched:
-            yield Pieced(group.param, bounds, frozenset(fetched))
+            yield _pieced(dataflow, (group.param, bounds, frozenset(fetched)))
 
 
 @remembered
@@ -134,109 +158,149 @@ def in_pieces(dataflow: Dataflow, pieces: tuple[Pieced, ...]) -> Dataflow:
 
 @remembered
 def _rewritten(dataflow: Dataflow, pieces: tuple[Pieced, ...]) -> Dataflow:
-    rewritten = [_Rewriting(dataflow, pieced) for pieced in pieces]
-    instead = {each.place: each.ops for each in rewritten}
-    dropped = {op.name for each in rewritten for op in each.by_element}
-    made = {name for each in rewritten for name in each.made}
-    groups = {each.group.param: each.new_group() for each in rewritten}
+    instead = {each.whole[-1].name: each.ops for each in pieces}
+    dropped = {op.name for each in pieces for op in each.whole}
+    made = {name for each in pieces for name in each.made}
+    groups = {each.param: each.group for each in pieces}
+    ops: list[Op] = []
+    for op in dataflow.ops:
+        if op.name not in dropped:
+            ops.append(op)
+        elif op.name in instead:
+            ops += instead[op.name]
     return replace(
         dataflow,
-        ops=tuple(
-            new
-            for op in dataflow.ops
-            for new in (*instead.get(op.name, ()), *(() if op.name in dropped else (op,)))
-        ),
+        ops=tuple(ops),
         buffers=(
             *(buffer for buffer in dataflow.buffers if buffer.name not in made),
-            *(buffer for each in rewritten for buffer in each.buffers.values()),
+            *(buffer for each in pieces for buffer in each.buffers),
         ),
         updates=tuple(groups.get(group.param, group) for group in dataflow.updates),
         pieces=Pieces(
-            {part: whole for each in rewritten for part, whole in each.wholes.items()},
-            {each.group.param: each.parts for each in rewritten},
+            {part: whole for each in pieces for part, whole in each.wholes.items()},
+            {each.param: tuple(piece.ops for piece in each.pieces) for each in pieces},
         ),
     )
+
+
+@remembered
+def _pieced(dataflow: Dataflow, cut: tuple[str, tuple[int, ...], frozenset[str]]) -> Pieced:
+    """The update of a parameter of `dataflow` with these bounds, and these buffers fetched."""
+    return _Rewriting(dataflow, *cut).run()
 
 
 class _Rewriting:
     """One update in pieces: its `ops` and `buffers`, in place of the ops `by_element`.
 
-    They come where the last of these was, the `place`; `made` are the buffers that these have made.
+    They come where the last of these was; `made` are the buffers that these have made.
     """
 
-    def __init__(self, dataflow: Dataflow, pieced: Pieced) -> None:
-        self.dataflow, self.pieced = dataflow, pieced
-        self.group = dataflow.update[pieced.param]
+    def __init__(
+        self, dataflow: Dataflow, param: str, bounds: tuple[int, ...], fetched: frozenset[str]
+    ) -> None:
+        self.dataflow, self.bounds, self.fetched = dataflow, bounds, fetched
+        self.group = dataflow.update[param]
         self.by_element = by_element(dataflow, self.group)
-        self.place = self.by_element[-1].name
         own = {self.group.param, self.group.gradient, *self.group.states}
-        self.made = {
-            name
-            for op in self.by_element
+        self.maker = {
+            name: op
+            for op in reversed(self.by_element)
             for name in op.writes
             if name not in own and not dataflow.buffer[name].is_input
         }
         self.ops: list[Op] = []
         self.buffers: dict[str, Buffer] = {}
         self.wholes: dict[str, str] = {}
-        of_pieces = [
-            self._piece(number, *span) for number, span in enumerate(pairwise(pieced.bounds))
-        ]
-        self.parts = (self._first(of_pieces[0]), *of_pieces[1:])
 
-    def _piece(self, number: int, begin: int, end: int) -> tuple[str, ...]:
-        names = []
-        for op in self.by_element:
-            name = piece_name(op.name, number)
-            reads, writes = (
-                tuple(self._renamed(each, number, begin, end) for each in touched)
-                for touched in (op.reads, op.writes)
+    def run(self) -> Pieced:
+        cut = [self._cut(number, *span) for number, span in enumerate(pairwise(self.bounds))]
+        parts = [self._with_numbers(cut[0]), *cut[1:]]
+        return Pieced(
+            self.group.param,
+            self.bounds,
+            self.fetched,
+            tuple(self.by_element),
+            frozenset(self.maker),
+            tuple(op for part in cut for op in part),
+            tuple(self.buffers.values()),
+            self.wholes,
+            tuple(map(self._piece, parts)),
+            self._common_bytes(parts),
+            replace(self.group, ops=tuple(op.name for part in parts for op in part)),
+        )
+
+    def _cut(self, number: int, begin: int, end: int) -> list[Op]:
+        share = (end - begin) / self.group.elements
+        return [
+            replace(
+                op,
+                name=piece_name(op.name, number),
+                reads=tuple(self._renamed(each, number, begin, end) for each in op.reads),
+                writes=tuple(self._renamed(each, number, begin, end) for each in op.writes),
+                flops=int(op.flops * share),
+                bytes_moved=int(op.bytes_moved * share),
             )
-            share = (end - begin) / self.group.elements
-            self.ops.append(
-                replace(
-                    op,
-                    name=name,
-                    reads=reads,
-                    writes=writes,
-                    flops=int(op.flops * share),
-                    bytes_moved=int(op.bytes_moved * share),
-                )
-            )
-            names.append(name)
-        return tuple(names)
+            for op in self.by_element
+        ]
 
     def _renamed(self, name: str, number: int, begin: int, end: int) -> str:
-        buffer = self.dataflow.buffer[name]
-        if name in self.pieced.fetched:
+        if name in self.fetched:
             new = part_name(name, begin, end)
             self.wholes[new] = name
-        elif name in self.made:
-            maker = next(each for each in self.by_element if name in each.writes)
-            new = piece_name(maker.name, number) + name.removeprefix(maker.name).rstrip("~")
+        elif name in self.maker:
+            maker = self.maker[name].name
+            new = piece_name(maker, number) + name.removeprefix(maker).rstrip("~")
         else:
             return name
-        itemsize = buffer.nbytes // self.group.elements
-        self.buffers[new] = Buffer(new, itemsize * (end - begin), Role.TEMPORARY)
+        if new not in self.buffers:
+            itemsize = self.dataflow.buffer[name].nbytes // self.group.elements
+            self.buffers[new] = Buffer(new, itemsize * (end - begin), Role.TEMPORARY)
         return new
 
-    def _first(self, of_piece: Sequence[str]) -> tuple[str, ...]:
+    def _with_numbers(self, first: Sequence[Op]) -> list[Op]:
         """What works on single numbers goes with the first piece, in the order of the step."""
-        dropped, found = {op.name for op in self.by_element}, list[str]()
+        dropped, found = {op.name for op in self.by_element}, list[Op]()
         for name in self.group.ops:
-            found += of_piece if name == self.place else ()
-            found += [name] if name not in dropped else []
-        return tuple(found)
+            if name == self.by_element[-1].name:
+                found += first
+            elif name not in dropped:
+                found.append(self.dataflow.ops[self.dataflow.position[name]])
+        return found
 
-    def new_group(self) -> UpdateGroup:
-        return replace(self.group, ops=tuple(name for part in self.parts for name in part))
+    def _piece(self, ops: Sequence[Op]) -> Piece:
+        touched = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
+        return Piece(
+            tuple(op.name for op in ops),
+            tuple(name for name in touched if name in self.wholes),
+            frozenset(name for op in ops for name in op.writes),
+            self._workspace_bytes(ops),
+        )
+
+    def _workspace_bytes(self, ops: Sequence[Op]) -> int:
+        spans: dict[str, tuple[int, int]] = {}
+        for index, op in enumerate(ops):
+            for name in (*op.reads, *op.writes):
+                spans[name] = (spans.get(name, (index, index))[0], index + 1)
+        alive = [0] * len(ops)
+        for name in {name for op in ops for name in self._made(op)}:
+            for index in range(*spans[name]):
+                alive[index] += self._buffer(name).nbytes
+        return max(alive, default=0)
+
+    def _common_bytes(self, parts: Sequence[Sequence[Op]]) -> int:
+        made = {name for op in parts[0] for name in self._made(op)}
+        read = {name for part in parts[1:] for op in part for name in op.reads}
+        return sum(self._buffer(name).nbytes for name in made & read)
+
+    def _made(self, op: Op) -> list[str]:
+        return [n for n in op.writes if not (self._buffer(n).is_input or n in self.wholes)]
+
+    def _buffer(self, name: str) -> Buffer:
+        return self.buffers.get(name) or self.dataflow.buffer[name]
 
 
 def piece_seconds(
-    dataflow: Dataflow,
-    pieces: Sequence[Pieced],
-    device_s: Mapping[str, float],
-    machine: Machine,
+    pieces: Sequence[Pieced], device_s: Mapping[str, float], machine: Machine
 ) -> dict[str, float]:
     """What the ops of pieces take: their share of the whole, and no less than a launch.
 
@@ -245,13 +309,17 @@ def piece_seconds(
     found: dict[str, float] = {}
     launch_s = machine.device.launch_s
     for pieced in pieces:
-        group = dataflow.update[pieced.param]
-        whole = {op.name: device_s[op.name] for op in by_element(dataflow, group)}
-        loop_s = sum(whole.values())
-        for number, (begin, end) in enumerate(pairwise(pieced.bounds)):
-            share = (end - begin) / group.elements
-            for op, seconds in whole.items():
-                together_s = loop_s if machine.fuses_updates else seconds
-                least = min(1.0, launch_s / together_s) if together_s else 0.0
-                found[piece_name(op, number)] = seconds * max(share, least)
+        whole_s = [device_s[op.name] for op in pieced.whole]
+        loop_s = sum(whole_s)
+        together_s = [loop_s if machine.fuses_updates else seconds for seconds in whole_s]
+        least = [min(1.0, launch_s / each) if each else 0.0 for each in together_s]
+        elements, own_s, ops = pieced.group.elements, dict[float, list[float]](), iter(pieced.ops)
+        for begin, end in pairwise(pieced.bounds):
+            share = (end - begin) / elements
+            if share not in own_s:  # all but the last are alike
+                own_s[share] = [
+                    seconds * max(share, low) for seconds, low in zip(whole_s, least, strict=True)
+                ]
+            for seconds in own_s[share]:
+                found[next(ops).name] = seconds
     return found

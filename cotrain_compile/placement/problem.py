@@ -135,7 +135,7 @@ class Problem:
         known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
         network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
-        device_s |= piece_seconds(ordered, pieces, known, self.machine)
+        device_s |= piece_seconds(pieces, known, self.machine)
         return replace(
             self,
             dataflow=in_pieces(recomputed(ordered, names), pieces),

@@ -233,6 +233,7 @@ class Pending:
     fetched: int = 0  # how many of its fetches have been issued
     counted: bool = False  # whether that has become part of what is held
     ran: bool = False
+    number: int = 0  # in which they are wanted
     before: Pending | None = None  # the piece before it, which runs first
     arrival_s: float | None = None  # when all that is fetched for it is there, once it is known
     next_fetches: tuple[Fetch, ...] = field(init=False)
@@ -293,7 +294,10 @@ def with_deadlines(
         of_param = update.params if update.number is not None else ()
         return update.earliest, -nbytes[update.params], of_param, update.number or 0
 
-    return sorted(found, key=order)
+    found.sort(key=order)
+    for number, pending in enumerate(found):
+        pending.number = number
+    return found
 
 
 def _last_moments(updates: Sequence[DeviceUpdate], ledger: MemoryLedger, end: int) -> list[Pending]:

@@ -45,7 +45,7 @@ class OffloadLane:
     @property
     def unfinished(self) -> bool:
         """Whether there are sends or flights that give memory back when forced."""
-        return bool(self._due() or self._urgent)
+        return bool(self._urgent) or self._first_due() is not None
 
     def open_gap(self) -> None:
         """Take note of what the op before the gap has made possible."""
@@ -94,16 +94,19 @@ class OffloadLane:
 
     def take_back(self) -> None:
         """Wait for the flights that are done."""
-        if not self._flights:
-            return
-        for flight in self._due():
-            if self._clock.end_s[flight.name] <= self._clock.now_s:
-                self._wait_for(flight)
+        done: list[_Flight] = []
+        for flight in self._flights:  # which end one after the other
+            if self._clock.end_s[flight.name] > self._clock.now_s:
+                break
+            if flight.holds_from <= self._clock.gap:
+                done.append(flight)
+        for flight in done:
+            self._wait_for(flight)
 
     def force(self) -> bool:
         """Wait for the flight that ends first, or issue a send; False where there is neither."""
-        if due := self._due():
-            self._wait_for(min(due, key=lambda flight: self._clock.end_s[flight.name]))
+        if due := self._first_due():
+            self._wait_for(due)
         elif self._urgent:
             self._issue(self._urgent.popitem(last=False)[1])
         else:
@@ -144,11 +147,10 @@ class OffloadLane:
         following = bisect_left(slots, clock.gap)
         return following < len(slots) and clock.until(slots[following] + 1) < ahead_s
 
-    def _due(self) -> list[_Flight]:
-        """The flights whose waits would give memory back in this gap."""
-        if not self._flights:
-            return []
-        return [flight for flight in self._flights if flight.holds_from <= self._clock.gap]
+    def _first_due(self) -> _Flight | None:
+        """The flight that ends first of those whose waits would give memory back in this gap."""
+        due = (flight for flight in self._flights if flight.holds_from <= self._clock.gap)
+        return next(due, None)
 
     def _wait_for(self, flight: _Flight) -> None:
         self._flights.remove(flight)

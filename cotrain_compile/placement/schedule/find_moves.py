@@ -65,6 +65,7 @@ class _Finder:
         seconds = problem.costs.device_s
         durations_s = (seconds[op.name] for op in self.program.ops)
         self.elapsed_s = list(accumulate(durations_s, initial=0.0))
+        self.pieced = {each.param: each for each in problem.pieces}
         self.away, self.refetched = set(placement.away), set(placement.refetched)
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
@@ -328,10 +329,10 @@ class _Finder:
 
     def _device_updates(self, group: UpdateGroup) -> list[DeviceUpdate]:
         """The update of `group`, or one for each of its pieces."""
-        whole, parts = self._device_update(group), self.dataflow.pieces.parts.get(group.param)
-        if parts is None:
+        whole, pieced = self._device_update(group), self.pieced.get(group.param)
+        if pieced is None:
             return [whole]
-        return in_pieces(self.dataflow, whole, parts, self.problem.costs.device_s)
+        return in_pieces(self.dataflow, whole, pieced, self.problem.costs.device_s)
 
     def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
         buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param

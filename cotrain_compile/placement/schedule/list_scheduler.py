@@ -34,6 +34,8 @@ from cotrain_compile.plan import Lane, MovedOps, Task, Transfer
 # Of so many updates the first whose states fit is fetched.
 CANDIDATES = 8
 
+Heap = list[tuple[float, int, Pending]]
+
 
 @dataclass(frozen=True)
 class Tactics:
@@ -74,10 +76,14 @@ class ListScheduler:
         self.fetches = deque(moves.fetches)
         self.upcoming = deque(with_deadlines(moves.device_updates, self.ledger, self.program.end))
         self.pending: list[Pending] = []
-        # A heap of those that may run now: bytes that they need, negative, order, update. What has
-        # run, or needs other bytes since, is left in it until it comes up.
-        self.by_room: list[tuple[int, int, Pending]] = []
-        self.fetched: list[Pending] = []  # whose states are there or on their way
+        # Heaps of them; what has run, or needs other bytes since, is left in one until it comes up.
+        self.uncounted: Heap = []  # by deadline
+        self.by_limit: Heap = []  # those that may run now, by their limit
+        self.by_room: Heap = []  # by the bytes that they need, negative
+        # By these, too, and by when they are there: those whose states are there or on their way.
+        self.fetched: Heap = []
+        self.arriving: Heap = []
+        self.bare = deque[Pending]()  # those that need no states
         # In order: those that have states at home.
         self.unfetched = [pending for pending in self.upcoming if pending.next_fetches]
         self.moved: list[MovedOps] = []
@@ -109,8 +115,7 @@ class ListScheduler:
         while self.pending:
             self._feed_lanes(math.inf)
             self.offloads.take_back()
-            there = [pending for pending in self.pending if not pending.next_fetches]
-            self._run_update(min(there, key=self._order) if there else self.pending[0])
+            self._run_update(self._first_there() or self.pending[0])
         self._feed_lanes(math.inf)
         assert self.host.is_done and not (self.fetches or self.upcoming)
 
@@ -122,12 +127,18 @@ class ListScheduler:
         if gap in self.moves.opening:
             self.offloads.open_gap()
         while self.upcoming and self.upcoming[0].update.earliest < gap:
-            self.pending.append(self.upcoming.popleft())
-        for pending in self.pending:
-            if not pending.counted and pending.deadline <= gap:
+            pending = self.upcoming.popleft()
+            self.pending.append(pending)
+            heappush(self.uncounted, (pending.deadline, pending.number, pending))
+            if not pending.update.fetches:
+                self.bare.append(pending)
+        while self.uncounted and self.uncounted[0][0] <= gap:
+            *_, pending = heappop(self.uncounted)
+            if not pending.ran:
                 # From here on it may run at any time, so that what it holds can be forced out.
                 pending.counted = True
-                self._reserve_for(pending)
+                heappush(self.by_limit, (pending.update.limit, pending.number, pending))
+                _note_room(self.by_room, pending)
                 self.ledger.hold(pending.planned_bytes, planned_in=gap)
         self.offloads.take_back()
         self.host.issue_ready()
@@ -145,24 +156,26 @@ class ListScheduler:
 
     def _force_updates_that_would_not_fit_later(self) -> None:
         after = self.clock.gap + 1
-        while ready := self._counted():
-            in_time = after <= min(pending.update.limit for pending in ready)
+        while _first(self.by_limit):
+            in_time = after <= self.by_limit[0][0]
             if in_time and self.ledger.short_of(after, self._reserved()) <= 0:
                 return
+            ready = self._counted()
             self._run_update(max(ready, key=lambda pending: pending.still_to_come_bytes))
-
-    def _reserve_for(self, pending: Pending) -> None:
-        """Take note of the room that an update needs which may run now."""
-        heappush(self.by_room, (-pending.still_to_come_bytes, pending.order, pending))
 
     def _reserved(self) -> int:
         """Room for the largest of the updates that may run now, in bytes."""
-        while self.by_room:
-            negative_bytes, _, pending = self.by_room[0]
-            if not pending.ran and pending.still_to_come_bytes == -negative_bytes:
-                return -negative_bytes
-            heappop(self.by_room)
-        return 0
+        return _most_room(self.by_room)
+
+    def _still_to_come_beside(self, pending: Pending) -> int:
+        """The most that another update needs whose states are there or on their way, in bytes."""
+        nbytes = _most_room(self.fetched)
+        if not self.fetched or self.fetched[0][2] is not pending:
+            return nbytes
+        own = heappop(self.fetched)
+        nbytes = _most_room(self.fetched)
+        heappush(self.fetched, own)
+        return nbytes
 
     def _short_of(self, pending: Pending) -> int:
         """How many bytes are missing for the run of an update in this gap."""
@@ -172,9 +185,31 @@ class ListScheduler:
 
     def _run_ready_updates(self) -> None:
         """Run the updates whose states have arrived, or that need none."""
-        while ready := [pending for pending in self._counted() if self._may_run(pending)]:
+        while self._has_arrived():
+            ready = [pending for pending in self._counted() if self._may_run(pending)]
+            if not ready:
+                return
             self._run_update(min(ready, key=self._order))
             self.offloads.take_back()
+
+    def _has_arrived(self) -> bool:
+        """Whether there is an update whose states have arrived, or that needs none."""
+        if self._first_bare() is not None:
+            return True
+        return _first(self.arriving) is not None and self.arriving[0][0] <= self.clock.now_s
+
+    def _first_bare(self) -> Pending | None:
+        while self.bare and self.bare[0].ran:
+            self.bare.popleft()
+        return self.bare[0] if self.bare else None
+
+    def _first_there(self) -> Pending | None:
+        """The first by `_order` of those whose states are there or on their way, if any."""
+        bare = self._first_bare()
+        arriving = _first(self.arriving)
+        if arriving is not None and (bare is None or self.arriving[0][0] <= self.clock.now_s):
+            return arriving
+        return bare
 
     def _may_run(self, pending: Pending) -> bool:
         if not pending.is_next:
@@ -212,8 +247,6 @@ class ListScheduler:
             self._fetch_states(pending)
         self.pending.remove(pending)
         pending.ran = True
-        if pending.fetched:
-            self.fetched.remove(pending)
         for fetch in update.fetches:
             self.tasks.wait_for(fetch.name)
         self.clock.wait_until(self._arrival_s(pending))
@@ -243,18 +276,19 @@ class ListScheduler:
 
     def _fetch_states(self, pending: Pending) -> None:
         fetches = pending.next_fetches
-        if not pending.fetched:
-            self.fetched.append(pending)
         for fetch in fetches:
             self._issue_fetch(fetch)
-        nbytes = pending.next_bytes
+        nbytes, is_first = pending.next_bytes, not pending.fetched
         pending.note_fetched(len(fetches))
+        if nbytes or is_first:  # else it needs what it did
+            _note_room(self.fetched, pending)
         if not pending.next_fetches:
             self.unfetched.remove(pending)
+            heappush(self.arriving, (self._arrival_s(pending), pending.number, pending))
         pending.planned_bytes += nbytes
         if pending.counted:
             if nbytes:  # else it needs what it did
-                self._reserve_for(pending)
+                _note_room(self.by_room, pending)
             self.ledger.hold(nbytes)
         else:
             self.ledger.plan(nbytes, self.clock.gap, pending.deadline)
@@ -345,8 +379,26 @@ class ListScheduler:
         last_gap = max(pending.deadline, gap)
         if not self.ledger.fits_in_reserve(last_gap, pending.still_to_come_bytes):
             return False
-        others = (other for other in self.fetched if other is not pending)
-        rest = pending.still_to_come_bytes - nbytes
-        rest = max([rest, *(other.still_to_come_bytes for other in others)])
+        rest = max(pending.still_to_come_bytes - nbytes, self._still_to_come_beside(pending))
         at_deadline = self.ledger.fits_in_reserve(last_gap, rest + nbytes)
         return at_deadline and self.ledger.fits_before(gap, last_gap, nbytes)
+
+
+def _note_room(heap: Heap, pending: Pending) -> None:
+    heappush(heap, (-pending.still_to_come_bytes, pending.order, pending))
+
+
+def _most_room(heap: Heap) -> int:
+    """The most bytes that one in the heap needs, 0 where none is left."""
+    while (pending := _first(heap)) is not None:
+        if pending.still_to_come_bytes == -heap[0][0]:
+            return pending.still_to_come_bytes
+        heappop(heap)
+    return 0
+
+
+def _first(heap: Heap) -> Pending | None:
+    """The first in the heap that has not run."""
+    while heap and heap[0][2].ran:
+        heappop(heap)
+    return heap[0][2] if heap else None
