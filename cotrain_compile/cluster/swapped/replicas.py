@@ -29,15 +29,14 @@ from cotrain_compile.cluster.model.description import MachineGroup, first_of_mac
 from cotrain_compile.cluster.model.machines import swapping_machine
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Question
+from cotrain_compile.cluster.steps.fastest import Candidate, fastest
 from cotrain_compile.cluster.steps.stage_step import (
     ROUNDING,
-    Candidate,
     Does,
     Rank,
     Ring,
     StageStep,
     StageTask,
-    fastest,
 )
 from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, Packs, packings
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn, plan_stages_in_turn

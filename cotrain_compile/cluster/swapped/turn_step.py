@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.steps.fastest import fastest
 from cotrain_compile.cluster.steps.stage_step import (
     ROUNDING,
     Does,
     Rank,
     StageStep,
     StageTask,
-    fastest,
 )
 from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, Packs, cut_at_shares
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
