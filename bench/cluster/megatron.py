@@ -28,7 +28,7 @@ from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
-from cotrain_compile.cluster.steps.stage_step import fastest_option
+from cotrain_compile.cluster.steps.fastest import fastest_option
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_seconds

@@ -29,7 +29,7 @@ from cotrain_compile.cluster.composed.mesh import Mesh, MeshLinks, RankLayers
 from cotrain_compile.cluster.composed.search import KINDS, ComposedPlan, plan_composed
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
-from cotrain_compile.cluster.steps.stage_step import fastest_option
+from cotrain_compile.cluster.steps.fastest import fastest_option
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.presets import find
 

@@ -316,8 +316,6 @@ TRAININGS = (train_without_stages, train_stages, train_experts)
 def _train(cases: Sequence[Case], rank: int, folder: Path, rate: str, rounds: int) -> None:
     """All cases in turn."""
     take_card(rank, rate)
-    # Cases are steps of one function, whose parameters are of other sizes in each.
-    torch._dynamo.config.automatic_dynamic_shapes = False
     done = len(list(folder.glob("found*.json")))
     start(rank, RANKS, folder / f"store{done}")
     sizes = Sizes(small_copy_bytes=4096, exchange_bytes=1 << 19, repeats=5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,6 +263,37 @@ def alone(case: Case) -> Trained:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
     return Trained(losses, 0, dict(model.state_dict()))
+
+
+def losses_by_width(rank: int | None, widths: Sequence[int]) -> list[float]:
+    """Two steps of each of several models in one process, sharded; in eager where there is no rank.
+
+    All ranks have the same samples.
+    """
+    losses = []
+    for width in widths:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 6))
+        x = torch.randn(4, 6)
+        if rank is None:
+            optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5, 0.75))
+        else:
+            options = {"quiet": True, "policy": "resident"}
+            scaled = cotrain_compile.scale(
+                model, Layout(shard=2), F.mse_loss, (x,), x, options=options
+            )
+            optimizer = torch.optim.AdamW(scaled.parameters(), betas=(0.5, 0.75))
+            step = scaled.compiled_step(optimizer)
+        for _ in range(2):
+            if rank is not None:
+                losses.append(step(x, target=x).item())
+                continue
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
 
 
 def refused(rank: int, plan: Any, split: str = "") -> str:

@@ -11,6 +11,7 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
 `RandomVariable.is_supported_random_obj` (2.13 alone), `RandomClassVariable.call_function`,
 `config.use_numpy_random_stream` and `.side_effect_replay_policy`,
+`builder.tensor_always_has_static_shape`,
 `builder.is_int_specialization_case` (where a torch has it).
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph, to have it
 refuse the numbers that it draws otherwise than eager, nor to have it make an input of a whole
@@ -67,7 +68,11 @@ from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
-from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
+from cotrain_compile.capture.dynamo.settings import (
+    settings_traced,
+    sizes_fixed,
+    whole_numbers_traced,
+)
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
 from cotrain_compile.capture.dynamo.walks_of_parameters import parameters_walked
 from cotrain_compile.capture.dynamo.wrappers import without_hook
@@ -192,6 +197,7 @@ def _general(session: Session, said: Said) -> Iterator[Patch]:
     # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
     yield guards, "is_from_optimizer_source", lambda _: False
     yield guards, "match_on_id_for_tensor", _must_be_the_same_tensor
+    yield builder, _IS_STATIC, sizes_fixed(getattr(builder, _IS_STATIC))
     remove = OutputGraph.remove_tensorify_specialized_graphargs
     yield OutputGraph, "remove_tensorify_specialized_graphargs", _remove_inputs_only(remove)
 
@@ -221,6 +227,7 @@ def _refuse_generator(self: Any, tx: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 _IS_CONSTANT = "is_int_specialization_case"
+_IS_STATIC = "tensor_always_has_static_shape"
 _DIVIDE = "nb_true_divide_impl"
 
 

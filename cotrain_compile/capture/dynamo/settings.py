@@ -19,9 +19,9 @@ training by the same code has its own, and `torch._dynamo.reset()` forgets it. O
 have trained before, in different ways, would compile the same step differently.
 
 Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
-`GuardSource.GLOBAL`, the dictionary `frame_state` that Dynamo keeps for each code. Reason: they
-decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0 and 2.15.0, `GuardSource.GLOBAL` and
-`frame_state` on 2.13.0 alone.
+`GuardSource.GLOBAL`, the dictionary `frame_state` that Dynamo keeps for each code,
+`utils.TensorStaticReason`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0,
+2.13.0 and 2.15.0, all but the first two on 2.13.0 alone.
 
 CalledStep: the step of a call, told apart from others that run the same code.
 
@@ -42,7 +42,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._dynamo import pgo
+from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.variables import builder
 from torch._guards import GuardSource
 from torch.optim.lr_scheduler import LRScheduler
@@ -149,6 +151,25 @@ def whole_numbers_traced(is_constant: Callable[[Any, Any], bool]) -> Callable[[A
         is_of_an_optimizer = "param_groups" in name or ".state[" in name
         is_of_a_global = source.guard_source is GuardSource.GLOBAL and "defaults__" not in name
         return not is_of_an_optimizer and not is_of_a_global and bool(is_constant(value, source))
+
+    return decide
+
+
+def sizes_fixed(has_static_shape: Callable[..., Any]) -> Callable[..., Any]:
+    """`has_static_shape` of Dynamo, which takes the sizes of a plain parameter as they are, for all
+    parameters, DTensors too, for their gradients and for what an optimizer holds.
+
+    A step of a model of other sizes is another step; else its parameters would have symbols.
+    """
+
+    @functools.wraps(has_static_shape)
+    def decide(tensor: Any, is_tensor: bool, tensor_source: Any) -> Any:
+        name = tensor_source.name
+        name = name() if callable(name) else name  # a method in torch 2.11
+        of_an_optimizer = "param_groups" in name or ".state[" in name
+        if isinstance(tensor, nn.Parameter) or of_an_optimizer or name.endswith(".grad"):
+            return True, TensorStaticReason.PARAMETER
+        return has_static_shape(tensor, is_tensor, tensor_source)
 
     return decide
 

@@ -20,7 +20,12 @@ from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.pipeline.pipeline import PipelinePlan
-from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Does, StageStep, fastest_option
+from cotrain_compile.cluster.steps.fastest import fastest_option
+from cotrain_compile.cluster.steps.stage_step import (
+    EXCHANGES,
+    Does,
+    StageStep,
+)
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
 

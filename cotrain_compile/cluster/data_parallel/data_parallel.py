@@ -34,6 +34,7 @@ from cotrain_compile.cluster.data_parallel.step import (
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import LayerProfile, knows_peaks, units_of, ways_of
+from cotrain_compile.cluster.steps.fastest import fastest_option
 from cotrain_compile.cluster.steps.rank_memory import (
     ON_DEVICE,
     RankDemand,
@@ -47,7 +48,6 @@ from cotrain_compile.cluster.steps.stage_step import (
     Rank,
     Ring,
     StageStep,
-    fastest_option,
 )
 from cotrain_compile.errors import OptionError
 
@@ -111,6 +111,11 @@ class DataParallelPlan:
     def least_s(self) -> float:
         """What the step takes at least."""
         return least_s(self.replicas) * ROUNDING
+
+    @property
+    def closer_s(self) -> float:
+        """No other bound is known."""
+        return self.least_s
 
     @cached_property
     def demand(self) -> RankDemand | None:

@@ -31,19 +31,26 @@ from cotrain_compile.cluster.pipeline.cuts import (
     Stages,
     cut_stages,
 )
-from cotrain_compile.cluster.pipeline.step import (
+from cotrain_compile.cluster.pipeline.hosted_cuts import (
     BOTH,
-    ExchangedPart,
     HostedCut,
-    Stage,
-    StagesInOrder,
     fitting_cuts,
     hosted,
-    pipeline_step,
     relieved,
 )
+from cotrain_compile.cluster.pipeline.step import (
+    ExchangedPart,
+    Stage,
+    StagesInOrder,
+    pipeline_step,
+)
+from cotrain_compile.cluster.steps.fastest import fastest_option
 from cotrain_compile.cluster.steps.rank_memory import Residence
-from cotrain_compile.cluster.steps.stage_step import Does, Ring, StageStep, fastest_option
+from cotrain_compile.cluster.steps.stage_step import (
+    Does,
+    Ring,
+    StageStep,
+)
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
 
@@ -70,6 +77,11 @@ class PipelinePlan:
     @cached_property
     def least_s(self) -> float:
         return self.stages.least_s()
+
+    @cached_property
+    def closer_s(self) -> float:
+        """What its turns take in their order, with what is sent between them."""
+        return max(self.least_s, self.stages.turns_s())
 
     @cached_property
     def step(self) -> StageStep:

@@ -13,36 +13,18 @@ and on the host, layer by layer, what rests there.
 
 Where other ranks run the same stage on other samples, its layers are gathered before its first
 forward, part by part, and its gradients are exchanged behind its last backward, part by part too.
-
-Hosted stages: what of the stages of a cut rests on their hosts, as little as makes them fit.
-
-In: a `StageProblem`, the profile of its layers, the devices with their hosts. Out: `HostedCut`s.
-
-On hosts may be the optimizer states of a stage's first layers: the host updates these, their
-gradients go there behind the last backward and parameters come back. And what micro-batches in
-flight keep from forward to backward: on the device are then that of the one at work, of the one
-whose forward was before, which leaves, and of the one whose backward is next, which comes. No
-torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cotrain_compile.cluster.model.profiles import Layer, LayerProfile
+from cotrain_compile.cluster.model.profiles import Layer
 from cotrain_compile.cluster.pipeline.cuts import (
-    LayerPeaks,
-    PipelineDevices,
     PipelineOrder,
-    StageProblem,
-    Stages,
-    cut_by_time,
-    cut_stages,
 )
-from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
 from cotrain_compile.cluster.steps.stage_step import (
     ROUNDING,
     Does,
@@ -123,6 +105,58 @@ class StagesInOrder:
                 passed_s += own_s + around_s[number]
                 back_s -= own_s + around_s[number]
         return longest_s * ROUNDING
+
+    def turns_s(self) -> float:
+        """Nor less than all turns in their order, with what is sent between them: what the step
+        takes where it exchanges nothing, and nothing is on hosts."""
+        ranks, stages = self.ranks, self.stages
+        each = list(zip(ranks, stages, strict=True))
+        forward_s = [rank.seconds(Does.COMPUTE, stage.forward_s) for rank, stage in each]
+        backward_s = [rank.seconds(Does.COMPUTE, stage.backward_s) for rank, stage in each]
+        for number, stage in enumerate(stages):
+            if stage.at_once:
+                backward_s[number] += forward_s[number]
+                forward_s[number] = 0.0
+        hops_s = [rank.seconds(Does.SEND, stage.sent_bytes) for rank, stage in each[:-1]]
+        ends_s = _turns_end_s(self.order, self.micro_batches, forward_s, backward_s, hops_s)
+        pairs = zip(ends_s, map(_updates_s, ranks, stages), strict=True)
+        return max(end_s + update_s for end_s, update_s in pairs) * ROUNDING
+
+
+def _turns_end_s(
+    order: PipelineOrder,
+    micro_batches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    hops_s: Sequence[float],
+) -> list[float]:
+    """When the last turn of each stage ends. A stage that waits is looked at again when what it
+    waits for has come."""
+    last = len(forward_s) - 1
+    turns = [list(_turns(order, micro_batches, last + 1 - n))[::-1] for n in range(last + 1)]
+    free_s, on_s, back_s = [0.0] * (last + 1), [0.0] * last, [0.0] * last
+    came: list[dict[_Turn, float]] = [{} for _ in turns]
+    ready = list(range(last, -1, -1))
+    while ready:
+        n = ready.pop()
+        here, now_s = came[n], free_s[n]
+        while turns[n]:
+            turn = turns[n][-1]
+            is_forward = turn.kind == "forward"
+            if n != (0 if is_forward else last):
+                if turn not in here:
+                    break
+                now_s = max(now_s, here.pop(turn))
+            turns[n].pop()
+            now_s += forward_s[n] if is_forward else backward_s[n]
+            if is_forward and n < last:
+                on_s[n] = came[n + 1][turn] = max(on_s[n], now_s) + hops_s[n]
+                ready.append(n + 1)
+            elif not is_forward and n:
+                back_s[n - 1] = came[n - 1][turn] = max(back_s[n - 1], now_s) + hops_s[n - 1]
+                ready.append(n - 1)
+        free_s[n] = now_s
+    return free_s
 
 
 def _updates_s(rank: Rank, stage: Stage) -> float:
@@ -296,118 +330,3 @@ def _turns(order: PipelineOrder, micro_batches: int, stages: int) -> Iterator[_T
         yield _Turn("backward", i)
         if ahead + i < micro_batches:
             yield _Turn("forward", ahead + i)
-
-
-# Micro-batches whose kept values are on a device where others are offloaded.
-HELD = 3
-
-
-# What may be offloaded of all stages, by the least of it first.
-KEPT, STATES, BOTH = Residence(kept=1), Residence(states=1), Residence(states=1, kept=1)
-
-
-def relieved(problem: StageProblem, profile: LayerProfile, may: Residence) -> StageProblem:
-    """The problem of stages of which all that may be offloaded is."""
-    layers = problem.layers
-    if may.states:
-        gone = [layer.state_bytes for layer in profile.layers]
-        layers = LayerPeaks(
-            layers.names,
-            tuple(peak - own for peak, own in zip(layers.isolated_bytes, gone, strict=True)),
-            tuple(grow - own for grow, own in zip(layers.added_bytes, gone, strict=True)),
-            layers.kept_bytes,
-            layers.working_bytes,
-        )
-    return replace(problem, layers=layers, held=HELD if may.kept else 0)
-
-
-class HostedCut(NamedTuple):
-    """A cut with the peaks of its stages, what of each rests on its host, how much that is on all
-    hosts, and what these have too little."""
-
-    stages: Stages
-    residence: tuple[Residence, ...]
-    host_bytes: int
-    missing_bytes: int
-
-
-def hosted(
-    problem: StageProblem,
-    profile: LayerProfile,
-    devices: PipelineDevices,
-    stages: Stages,
-    may: Residence,
-    *,
-    in_parts: bool = False,
-) -> HostedCut:
-    """As little as fits is offloaded; `problem` is the one in which nothing is.
-
-    Of layers `in_parts` a rank updates what is among its states alone.
-    """
-    residences: list[Residence] = []
-    peaks: list[int] = []
-    on_host: list[int] = []
-    for device, (first, last) in enumerate(pairwise(stages.bounds)):
-        residence, peak = _least(problem, profile, first, last, device, may)
-        residences.append(residence)
-        peaks.append(peak)
-        updated = profile.layers[first : first + residence.states]
-        own = sum(
-            each.state_bytes + (0 if in_parts else each.param_bytes + each.grad_bytes)
-            for each in updated
-        )
-        if residence.kept:
-            own += problem.on_device(device) * sum(problem.layers.kept_bytes[first:last])
-        on_host.append(own)
-    missing = devices.missing_on_hosts(on_host) if any(on_host) else 0
-    return HostedCut(
-        replace(stages, peak_bytes=tuple(peaks)), tuple(residences), sum(on_host), missing
-    )
-
-
-def _least(
-    problem: StageProblem, profile: LayerProfile, first: int, last: int, device: int, may: Residence
-) -> tuple[Residence, int]:
-    """The first of all ways that fits, and its peak; the last one fits."""
-    held = replace(problem, held=HELD)
-    residence, peak = ON_DEVICE, 0
-    for residence in _ways(last - first, may):
-        own = held if residence.kept else problem
-        gone = sum(layer.state_bytes for layer in profile.layers[first : first + residence.states])
-        peak = own.peak_bytes(first, last, device) - gone
-        if peak <= problem.capacity_bytes[device]:
-            break
-    return residence, peak
-
-
-def _ways(layers: int, may: Residence) -> Iterator[Residence]:
-    yield ON_DEVICE
-    if may.kept:
-        yield Residence(kept=layers)
-    for kept in (0, layers) if may.kept else (0,):
-        for states in range(1, layers + 1) if may.states else ():
-            yield Residence(states, kept=kept)
-
-
-def fitting_cuts(
-    problem: StageProblem,
-    profile: LayerProfile,
-    devices: PipelineDevices,
-    both_s: Sequence[Sequence[float]],
-    *,
-    in_parts: bool = False,
-) -> Iterator[HostedCut]:
-    """Cuts that fit, with what rests on hosts: nothing, or one thing, or both where that does not
-    do. `both_s` are the seconds of all layers on each device."""
-    found: dict[HostedCut, None] = {}
-    for may_be in ((ON_DEVICE,), (KEPT, STATES), (BOTH,)) if devices.hosts else ((ON_DEVICE,),):
-        for may in may_be:
-            problem_of_rest = relieved(problem, profile, may)
-            balanced = cut_by_time(problem_of_rest, both_s)
-            if balanced is not None:
-                for stages in dict.fromkeys((balanced, cut_stages(problem_of_rest))):
-                    cut = hosted(problem, profile, devices, stages, may, in_parts=in_parts)
-                    found |= {} if cut.missing_bytes else {cut: None}
-        if found:
-            break
-    yield from found

@@ -11,13 +11,12 @@ tasks one at a time, in the order in which they are listed. No torch.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from cotrain_compile.analysis.costs import exchange_s
 from cotrain_compile.cluster.model.machines import beside_copies
@@ -234,75 +233,6 @@ class StageStep:
             elif task.does in moved:
                 moved[task.does] += task.amount_of(task.rank or 0)
         return moved
-
-
-class Candidate(Protocol):
-    """A choice with its step, and seconds that the step takes at least."""
-
-    @property
-    def least_s(self) -> float: ...
-
-    @property
-    def step(self) -> StageStep: ...
-
-
-P = TypeVar("P", bound=Candidate)
-Made = TypeVar("Made", bound=Candidate, covariant=True)
-
-
-class PlanOption(Protocol[Made]):
-    """Some choices with seconds that none of them passes under, before any of them is made."""
-
-    @property
-    def least_s(self) -> float: ...
-
-    def plans(self) -> Iterable[Made]: ...
-
-
-def fastest(plans: Iterable[P]) -> P | None:
-    """The first of those that take least; what is ruled out by what it takes at least is not
-    simulated, and no step is kept but the best one."""
-    queue = deque(sorted(plans, key=lambda plan: plan.least_s))
-    best: P | None = None
-    while queue:
-        plan = queue.popleft()
-        if best and plan.least_s >= best.step.seconds:
-            break
-        if best is None or plan.step.seconds < best.step.seconds:
-            best = plan
-    return best
-
-
-def fastest_option(options: Iterable[PlanOption[P]]) -> tuple[int, P] | None:
-    """The same of all plans of all options, behind the number of its option: the one with the least
-    bound is next, an option to make its plans, a plan to be simulated.
-
-    Of those that take as long, but for rounding, the first.
-    """
-    queue: list[tuple[float, int, int, Any]] = [
-        (option.least_s, number, _OPTION, option) for number, option in enumerate(options)
-    ]
-    heapify(queue)
-    found: tuple[float, int, int] | None = None
-    best: tuple[int, P] | None = None
-    while queue and not (found and queue[0][0] > found[0]):
-        least_s, number, i, made = heappop(queue)
-        if i == _OPTION:
-            for place, plan in enumerate(made.plans()):
-                heappush(queue, (max(least_s, plan.least_s), number, place, plan))
-            continue
-        key = _but_rounding(made.step.seconds), number, i
-        if found is None or key < found:
-            found, best = key, (number, made)
-    return best
-
-
-_OPTION = -1  # in place of the number of a plan
-
-
-def _but_rounding(seconds: float) -> float:
-    """The same for sums of the same seconds in another order."""
-    return float(f"{seconds:.9g}")
 
 
 def works_of(step: StageStep) -> Iterator[Work]:

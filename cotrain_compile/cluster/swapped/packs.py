@@ -15,7 +15,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from cotrain_compile.cluster.model.profiles import LayerProfile
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.support.units import format_bytes
 
 
 @dataclass(frozen=True, order=True)
@@ -189,3 +190,23 @@ def packings(
         balanced(seconds, fits, least),
     ]
     return [packs for packs in tried if packs is not None]
+
+
+def require_packing(packs: Packs, layers: int) -> None:
+    """Raise `OptionError` unless these are packs one behind the other, of so many layers."""
+    bounds = [0, *(pack.last for pack in packs)]
+    if bounds[-1] != layers or [(p.first, p.last) for p in packs] != list(pairwise(bounds)):
+        told = ", ".join(f"{pack.first} to {pack.last}" for pack in packs) or "none"
+        raise OptionError(
+            f"packs are stretches of layers one behind the other, from 0 to {layers}, not {told}"
+        )
+
+
+def packs_too_large(nbytes: float, capacity: int) -> PlacementError:
+    """The error for packs that were given and take so many bytes, one sample at a time."""
+    missing = max(1, round(nbytes - capacity))
+    return PlacementError(
+        f"these packs need {format_bytes(missing)} more on a device, one sample at a time; take "
+        "smaller packs, or leave packs out",
+        shortfall_bytes=missing,
+    )

@@ -29,17 +29,23 @@ from cotrain_compile.cluster.model.description import MachineGroup, first_of_mac
 from cotrain_compile.cluster.model.machines import swapping_machine
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Question
+from cotrain_compile.cluster.steps.fastest import Candidate, fastest
 from cotrain_compile.cluster.steps.stage_step import (
     ROUNDING,
-    Candidate,
     Does,
     Rank,
     Ring,
     StageStep,
     StageTask,
-    fastest,
 )
-from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, Packs, packings
+from cotrain_compile.cluster.swapped.packs import (
+    Pack,
+    PackCosts,
+    Packs,
+    packings,
+    packs_too_large,
+    require_packing,
+)
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn, plan_stages_in_turn
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine
@@ -172,28 +178,49 @@ def plan_swapped_replicas(
     machine: Machine,
     devices: int,
     samples: int,
+    packs: tuple[Packs, Packs] | None = None,
 ) -> SwappedReplicas:
-    """The fastest of all that fit.
+    """The fastest of all that fit; with `packs` of those with these, forward and backward.
+
+    Forward packs end where the last one of the backward begins.
 
     Raises:
-        OptionError: the profile is no chain, has no peaks, or there are fewer samples than devices.
-        PlacementError: a layer alone does not fit, not even with micro-batches of one sample.
+        OptionError: the profile is no chain, has no peaks, or there are fewer samples than devices;
+            or `packs` are no packings of its layers.
+        PlacementError: a layer alone does not fit, not even with micro-batches of one sample; or
+            `packs` do not.
     """
     costs = PackCosts(profile)
-    best = fastest(choices_of(costs, machine, devices, samples))
+    if packs is not None:
+        forward, backward = packs
+        require_packing(backward, len(costs.layers))
+        require_packing(forward, backward[-1].first)
+    best = fastest(choices_of(costs, machine, devices, samples, packs))
+    if best is None and packs is not None:
+        capacity = machine.device.capacity_bytes
+        raise packs_too_large(_most_bytes(costs, 1, packs), capacity)
     if best is None:
         raise _nothing_fits(costs, machine.device.capacity_bytes)
     return best
 
 
 def choices_of(
-    costs: PackCosts, machine: Machine, devices: int, samples: int
+    costs: PackCosts,
+    machine: Machine,
+    devices: int,
+    samples: int,
+    packs: tuple[Packs, Packs] | None = None,
 ) -> Iterator[SwappedReplicas]:
-    """All that are tried, each once."""
+    """All that are tried, each once, or those with these `packs`."""
+    capacity = machine.device.capacity_bytes
     found = {
         (each, forward, backward): None
         for each in equal_micro_batches(samples, devices)
-        for forward, backward in _packings(costs, each, machine.device.capacity_bytes)
+        for forward, backward in (
+            _packings(costs, each, capacity)
+            if packs is None
+            else [packs] * (_most_bytes(costs, each, packs) <= capacity)
+        )
     }
     share = -(-samples // devices)  # of the first device, which has the most
     for each, forward, backward in found:
@@ -210,6 +237,17 @@ def equal_micro_batches(samples: int, devices: int) -> tuple[int, ...]:
         raise OptionError(f"{samples} samples cannot be shared by {devices} devices; take more")
     shares = {samples // devices, -(-samples // devices)}
     return tuple(u for u in range(1, min(shares) + 1) if all(s % u == 0 for s in shares))
+
+
+def _most_bytes(costs: PackCosts, samples: int, packs: tuple[Packs, Packs]) -> float:
+    """What the largest of the packs of the forward and of the backward takes."""
+    forward, backward = packs
+    begins = [pack.first for pack in backward[:-1]]
+    needs = [costs.backward_task_bytes(samples, pack) for pack in backward]
+    for pack in forward:
+        stored = [layer for layer in begins if pack.first <= layer < pack.last]
+        needs.append(costs.forward_task_bytes(samples, pack, stored))
+    return max(needs)
 
 
 def _packings(costs: PackCosts, samples: int, capacity: int) -> Iterator[tuple[Packs, Packs]]:

@@ -26,15 +26,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.steps.fastest import fastest
 from cotrain_compile.cluster.steps.stage_step import (
     ROUNDING,
     Does,
     Rank,
     StageStep,
     StageTask,
-    fastest,
 )
-from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, Packs, cut_at_shares
+from cotrain_compile.cluster.swapped.packs import (
+    Pack,
+    PackCosts,
+    Packs,
+    cut_at_shares,
+    packs_too_large,
+    require_packing,
+)
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine
 from cotrain_compile.support.units import format_bytes
@@ -270,28 +277,45 @@ def _gone(visits: Sequence[Visit], i: int) -> Sequence[Visit]:
 
 
 def plan_stages_in_turn(
-    profile: LayerProfile, machine: Machine, devices: int, samples: int
+    profile: LayerProfile,
+    machine: Machine,
+    devices: int,
+    samples: int,
+    packs: Packs | None = None,
 ) -> StagesInTurn:
-    """The fastest of all that fit.
+    """The fastest of all that fit, with `packs` of those with these.
 
-    Raises `OptionError` where the profile is no chain or has no peaks, `PlacementError` where
-    nothing fits.
+    Raises `OptionError` where the profile is no chain or has no peaks, or where `packs` are no
+    packing of its layers of which each device has as many; `PlacementError` where nothing fits.
     """
     costs = PackCosts(profile)
+    if packs is not None:
+        require_packing(packs, len(costs.layers))
+        if len(packs) % devices:
+            raise OptionError(f"{len(packs)} packs cannot be dealt to {devices} devices in turn")
     best = fastest(
         plan
         for each in range(1, samples + 1)
         if samples % each == 0
         for ahead in (False, True)
-        for plan in _plans(costs, machine, devices, each, samples // each, ahead)
+        for plan in _plans(costs, machine, devices, each, samples // each, ahead, packs)
     )
+    if best is None and packs is not None:
+        least = StagesInTurn(costs, machine, devices, packs, 1, samples)
+        raise packs_too_large(max(least.peak_bytes), machine.device.capacity_bytes)
     if best is None:
         raise _nothing_fits(costs, machine, devices, samples)
     return best
 
 
 def _plans(
-    costs: PackCosts, machine: Machine, devices: int, each: int, micro_batches: int, ahead: bool
+    costs: PackCosts,
+    machine: Machine,
+    devices: int,
+    each: int,
+    micro_batches: int,
+    ahead: bool,
+    given: Packs | None,
 ) -> Iterator[StagesInTurn]:
     alone = [Pack(layer, layer + 1) for layer in range(len(costs.layers))]
     inputs = [costs.input_bytes(each, pack.first) for pack in alone]
@@ -301,15 +325,15 @@ def _plans(
     ]
     seconds = [costs.forward_s(each, pack) + costs.backward_s(each, pack) for pack in alone]
     found: dict[Packs, None] = {}
-    for weights in (own, seconds):
-        for count in range(devices, len(alone) + 1, devices):
-            packs = cut_at_shares(weights, count)
-            if packs is None or packs in found:
-                continue
-            plan = StagesInTurn(costs, machine, devices, packs, each, micro_batches, ahead)
-            if max(plan.peak_bytes) <= machine.device.capacity_bytes:
-                found[packs] = None
-                yield plan
+    counts = range(devices, len(alone) + 1, devices)
+    cuts = (cut_at_shares(weights, count) for weights in (own, seconds) for count in counts)
+    for packs in cuts if given is None else [given]:
+        if packs is None or packs in found:
+            continue
+        plan = StagesInTurn(costs, machine, devices, packs, each, micro_batches, ahead)
+        if max(plan.peak_bytes) <= machine.device.capacity_bytes:
+            found[packs] = None
+            yield plan
 
 
 def _nothing_fits(costs: PackCosts, machine: Machine, devices: int, samples: int) -> CotrainError:

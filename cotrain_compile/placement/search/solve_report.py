@@ -10,7 +10,7 @@ from math import isfinite
 
 from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.guesses import second_bytes
+from cotrain_compile.guesses import guesses_of, second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.milp.solvers import Solution, pick
@@ -19,7 +19,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
-from cotrain_compile.plan import Milestone, Plan, SolveReport
+from cotrain_compile.plan import Milestone, Plan, SolveReport, UpdateMode
 from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds
 
@@ -86,6 +86,7 @@ def notes_of(
         *note_on_loops(problem, plan),
         *note_on_issuing(problem, plan),
         *note_on_guesses(problem, plan),
+        *note_on_early_updates(problem, plan),
     )
 
 
@@ -102,6 +103,20 @@ def note_on_guesses(problem: Problem, plan: Plan) -> tuple[str, ...]:
         f"{format_seconds(found.wrong_s)} where it clips or skips after all, "
         f"{format_seconds(found.held_back_s)} where they wait. That pays while fewer than "
         f"{found.pays_below:.0%} of steps do",
+    )
+
+
+def note_on_early_updates(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """Where the rule that begins updates early cannot, as all of them wait for all gradients."""
+    placement = plan.placement
+    early = placement.policy == "coarse" or placement.policy.startswith("fraction")
+    hosted = {p for p, mode in placement.updates.items() if mode is UpdateMode.HOST}
+    if not early or plan.speculations or not hosted or hosted - guesses_of(problem.dataflow).keys():
+        return ()
+    return (
+        "updates on the host wait for the gradients' norm, or a scaler's flag, so that none begins "
+        f"with its gradient: {placement.policy} does what zero-offload does with as many of them. "
+        "speculate='on' begins them before",
     )
 
 

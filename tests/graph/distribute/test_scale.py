@@ -29,6 +29,7 @@ from tests.support.scaled_ranks import (
     Language,
     Trained,
     alone,
+    losses_by_width,
     refused,
     trained,
 )
@@ -136,6 +137,14 @@ def test_experts_are_divided_and_tokens_go_to_them(two_ranks: Ranks) -> None:
     check(two_ranks, Case(Layout(experts=2), budget=44_000))
     for told in two_ranks.run(refused, Layout(experts=2)):
         assert "divides experts, and nobody knows which modules have them; pass experts=" in told
+
+
+def test_models_of_other_sizes_train_in_one_process(two_ranks: Ranks) -> None:
+    """Sizes of DTensors that differ from those of the step before are no symbols to Dynamo."""
+    widths = (8, 12, 16)
+    expected = losses_by_width(None, widths)
+    for found in two_ranks.run(losses_by_width, widths):
+        assert found == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.long

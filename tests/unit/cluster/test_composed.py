@@ -99,7 +99,7 @@ def test_the_search_finds_the_optimum_of_its_space(
     for option, plan in made:
         assert option.least_s <= plan.least_s * (1 + 1e-9) or option.least_s <= plan.step.seconds
         assert plan.step.bound_s <= plan.step.seconds * (1 + 1e-9)
-        assert plan.least_s <= plan.step.seconds
+        assert plan.least_s <= plan.closer_s <= plan.step.seconds
         assert KINDS[kind](option.layout)
         assert option.layout.step_samples == samples
         if not isinstance(plan, PipelinePlan):

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotrain_compile.cluster.steps.fastest import fastest, fastest_option
 from cotrain_compile.cluster.steps.stage_step import (
     Does,
     Rank,
     Ring,
     StageStep,
     StageTask,
-    fastest,
-    fastest_option,
 )
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import HostUpdate, Link, Network
@@ -78,6 +77,7 @@ def test_every_kind_does_what_all_do_and_an_exchange_waits_for_the_slowest() -> 
 class _Choice:
     least_s: float
     took_s: float | None
+    closer_s: float = 0.0
 
     @property
     def step(self) -> StageStep:
@@ -128,7 +128,7 @@ def test_of_options_the_least_bound_is_planned_first_and_plans_by_theirs() -> No
     """What is ruled out is not simulated, also where its option had to be planned."""
     options = [
         _Option(1.0, [_Choice(9.0, None), _Choice(3.0, 5.0)]),
-        _Option(2.0, [_Choice(2.5, 4.0), _Choice(4.5, None)]),
+        _Option(2.0, [_Choice(2.5, 4.0), _Choice(4.5, None), _Choice(3.5, None, closer_s=4.2)]),
         _Option(6.0, [_Choice(6.0, None)]),
     ]
     found = fastest_option(options)

@@ -10,7 +10,7 @@ import pytest
 from cotrain_compile.cluster.answer.strategies import answer
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
-from cotrain_compile.cluster.swapped.packs import PackCosts, cut_at_shares
+from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, cut_at_shares
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn, plan_stages_in_turn
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Network
@@ -130,6 +130,22 @@ def test_what_does_not_fit_is_told_and_smaller_stages_are_found() -> None:
     assert caught.value.shortfall_bytes == 70 + 10 + 2 * 2 * 3 * 10  # at work, entering, held
     with pytest.raises(OptionError, match="take fewer devices"):
         plan_stages_in_turn(profile, FREE, 5, 2)
+
+
+def test_packs_that_are_given_are_those_of_the_plan() -> None:
+    profile = four_layers(10**6)
+    packs = (Pack(0, 1), Pack(1, 4))
+    found = plan_stages_in_turn(profile, FREE, 2, 2, packs)
+    assert found.packs == packs
+    assert found.step.seconds >= plan_stages_in_turn(profile, FREE, 2, 2).step.seconds
+    for wrong, told in (
+        ((Pack(0, 1), Pack(2, 4)), "from 0 to 4, not 0 to 1, 2 to 4"),
+        ((Pack(0, 4),), "1 packs cannot be dealt to 2 devices"),
+    ):
+        with pytest.raises(OptionError, match=told):
+            plan_stages_in_turn(profile, FREE, 2, 2, wrong)
+    with pytest.raises(PlacementError, match="these packs need"):
+        plan_stages_in_turn(profile, a_machine(2 * 10**6 + 1000, 1e18, PEERS), 2, 2, packs)
 
 
 def test_no_number_of_stages_is_faster() -> None:

@@ -127,6 +127,21 @@ def test_what_holds_for_every_model_and_machine() -> None:
             assert max(ends) == pytest.approx(busy_s)
 
 
+def test_packs_that_are_given_are_those_of_the_plan() -> None:
+    model = a_random_model(random.Random(27))
+    machine = a_machine(900, 50.0, Network(50.0))
+    count = len(model.layers)
+    backward = tuple(Pack(i, i + 1) for i in range(count))
+    packs = (backward[:-1], backward)
+    found = plan_swapped_replicas(model, machine, 2, 4, packs)
+    assert (found.forward, found.backward) == packs
+    assert found.step.seconds >= plan_swapped_replicas(model, machine, 2, 4).step.seconds
+    with pytest.raises(OptionError, match="packs are stretches of layers"):
+        plan_swapped_replicas(model, machine, 2, 4, (backward, backward))
+    with pytest.raises(PlacementError, match="these packs need"):
+        plan_swapped_replicas(model, a_machine(20, 50.0, Network(50.0)), 2, 4, packs)
+
+
 def test_packings() -> None:
     weights = [1.0, 1.0, 4.0, 1.0, 1.0]
 

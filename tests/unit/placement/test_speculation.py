@@ -147,6 +147,15 @@ def test_a_hedged_search_takes_of_a_known_plan_what_does_not_count_on_guesses() 
     assert outcomes(problem, plan).held_back_s <= outcomes(problem, known).held_back_s * ROUNDING
 
 
+def test_coarse_says_where_a_norm_lets_no_update_begin_early() -> None:
+    told = "coarse does what zero-offload does"
+    settings = SolveSettings("coarse", work_limit=5.0)
+    waits = solve(problem_of(STEP), settings)
+    assert any(told in note for note in waits.notes)
+    free = solve(problem_of(mixed_precision_step(3)), settings)
+    assert not any(told in note for note in (*free.notes, *solved(problem_of(STEP)).notes))
+
+
 def test_without_room_for_what_it_saves_an_update_waits() -> None:
     plenty = problem_of(STEP)
     host = solved(plenty, speculate=False).predicted.peak_bytes[Tier.HOST]
