@@ -245,13 +245,12 @@ class Dataflow:
     pieces: Pieces = field(default_factory=Pieces)
 
     def __post_init__(self) -> None:
-        names = [buffer.name for buffer in self.buffers]
         ops = {op.name for op in self.ops}
         self._require_exchanges_awaited_later()
         _require(self.ranks >= 1, f"the step is of {self.ranks} ranks")
-        _require(len(set(names)) == len(names), "two buffers share a name")
+        known = {buffer.name for buffer in self.buffers}
+        _require(len(known) == len(self.buffers), "two buffers share a name")
         _require(len(ops) == len(self.ops), "two ops share a name")
-        known = set(names)
         params = {buffer.name for buffer in self.buffers if buffer.role is Role.PARAM}
         kept = {buffer.name for buffer in self.buffers if buffer.role in PERSISTENT_ROLES}
         for buffer in self.buffers:

@@ -6,8 +6,8 @@ Homes, copies that tasks leave there, rooms of what rests on disk, and the value
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from typing import assert_never
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, assert_never
 
 from cotrain_compile.dataflow import Dataflow, UpdateGroup
 from cotrain_compile.guesses import second_bytes
@@ -113,23 +113,41 @@ def _made_bytes(dataflow: Dataflow) -> Mapping[str, int]:
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
     """Most bytes that the values made inside the update of `group` take at once."""
-    spans, curve = spans_in(dataflow, group), IntervalSum(len(group.ops))
-    for name in made_in(dataflow, group):
-        curve.add(dataflow.buffer[name].nbytes, *spans[name])
+    curve = curve_of_made(dataflow, group, inside_updates(dataflow)[group.param].made)
     return max(curve.values(), default=0)
 
 
-def made_in(dataflow: Dataflow, group: UpdateGroup) -> set[str]:
-    """The buffers that ops of `group` make."""
-    ops = (dataflow.ops[dataflow.position[name]] for name in group.ops)
-    return {name for op in ops for name in op.writes if not dataflow.buffer[name].is_input}
+class Inside(NamedTuple):
+    """The buffers `made` by the ops of an update; when ops of it touch what they touch.
+
+    The `spans` [first, last) are in ops of the update.
+    """
+
+    spans: Mapping[str, tuple[int, int]]
+    made: frozenset[str]
 
 
-def spans_in(dataflow: Dataflow, group: UpdateGroup) -> dict[str, tuple[int, int]]:
-    """The ops [first, last) of `group` from the first to the last that touches each buffer."""
-    spans: dict[str, tuple[int, int]] = {}
-    for index, op_name in enumerate(group.ops):
-        op = dataflow.ops[dataflow.position[op_name]]
-        for name in (*op.reads, *op.writes):
-            spans[name] = (spans.get(name, (index, index))[0], index + 1)
-    return spans
+@once
+def inside_updates(dataflow: Dataflow) -> Mapping[str, Inside]:
+    """What is inside the update of each parameter."""
+    position, buffer, found = dataflow.position, dataflow.buffer, dict[str, Inside]()
+    for group in dataflow.updates:
+        first, last, written = dict[str, int](), dict[str, int](), set[str]()
+        for index, op_name in enumerate(group.ops):
+            op = dataflow.ops[position[op_name]]
+            written.update(op.writes)
+            for name in op.touched:
+                first.setdefault(name, index)
+                last[name] = index + 1
+        spans = {name: (first[name], last[name]) for name in first}
+        made = frozenset(name for name in written if not buffer[name].is_input)
+        found[group.param] = Inside(spans, made)
+    return found
+
+
+def curve_of_made(dataflow: Dataflow, group: UpdateGroup, made: Iterable[str]) -> IntervalSum:
+    """The bytes of `made` at each op of the update of `group`."""
+    curve, spans = IntervalSum(len(group.ops)), inside_updates(dataflow)[group.param].spans
+    for name in made:
+        curve.add(dataflow.buffer[name].nbytes, *spans[name])
+    return curve

@@ -324,6 +324,8 @@ class _Rewriting:
         """
         again, made = set(self.again.values()), set(self.copied.values())
         waits = [op for op in self.ops if op.awaits and op.name in again]
+        if len(waits) < 2:
+            return
         begins = {op.name: op for op in self.ops if op.collective is not None}
         early = {
             before.name: begins[wait.awaits]

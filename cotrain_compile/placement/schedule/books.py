@@ -169,7 +169,7 @@ class Clock:
 
     def ready(self, tasks: Sequence[str]) -> float:
         """When all of `tasks` are done; infinity where one has not been issued."""
-        return max((self.end_s.get(name, math.inf) for name in tasks), default=0.0)
+        return max([self.end_s.get(name, math.inf) for name in tasks]) if tasks else 0.0
 
     def until(self, slot: int) -> float:
         """Seconds of device work from now to `slot`."""

@@ -6,7 +6,7 @@ which it must be done, and the stays of every buffer on the device at the least.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -63,7 +63,7 @@ class _Finder:
         supporting = {name for needs in self.needs.values() for name in needs.support}
         self.program = without_ops(whole, supporting.union(*(g.ops for g in self.moving)))
         seconds = problem.costs.device_s
-        durations_s = (seconds[op.name] for op in self.program.ops)
+        durations_s = map(seconds.__getitem__, self.program.slot)
         self.elapsed_s = list(accumulate(durations_s, initial=0.0))
         self.pieced = {each.param: each for each in problem.pieces}
         self.away, self.refetched = set(placement.away), set(placement.refetched)
@@ -281,7 +281,8 @@ class _Finder:
         if self.placement.early_updates:
             return earliest
         backward = self.program.order.backward
-        return max([earliest, *backward[: bisect_left(backward, limit)][-1:]])
+        before = bisect_left(backward, limit)
+        return max(earliest, backward[before - 1]) if before else earliest
 
     def _speculation(
         self, group: UpdateGroup, inputs: Mapping[str, str]
@@ -393,13 +394,18 @@ class _Finder:
         inputs = {group.gradient, *group.scalars, *others}.difference(guesses)
         if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
             own, inputs = own | {group.gradient}, inputs - {group.gradient}
-        touched = [slot for name in own for slot in program.touches.get(name, ())]
-        before = [slot for slot in touched if position[program.ops[slot].name] < write]
-        later = [slot for slot in touched if position[program.ops[slot].name] > write]
+        # Ops are in the order of the step: the slots before and behind that of the last of its own.
+        until = bisect_left(program.ops, write, key=lambda op: position[op.name])
+        since = bisect_right(program.ops, write, lo=until, key=lambda op: position[op.name])
+        before, later = [-1], [program.end]
+        for touched in filter(None, map(program.touches.get, own)):
+            if (count := bisect_left(touched, until)) > 0:
+                before.append(touched[count - 1])
+            later += touched[bisect_left(touched, since) :][:1]
         made = [program.last_write(name) for name in inputs]
         if needs is not None and self._leaves(self.dataflow.buffer[group.gradient]):
             made.append(program.touches[group.gradient][-1])  # it comes back when it has left
-        return max([-1, *before, *made]), min([program.end, *later])
+        return max([*before, *made]), min(later)
 
     def _leaves(self, gradient: Buffer) -> bool:
         """Whether the device sends a gradient away, and fetches it for an update there."""

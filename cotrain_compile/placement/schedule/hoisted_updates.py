@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
-from cotrain_compile.placement.host_memory import made_in, spans_in
+from cotrain_compile.placement.host_memory import curve_of_made, inside_updates
 from cotrain_compile.placement.remembered import once
-from cotrain_compile.placement.residency import HOST_MODES, IntervalSum
+from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
 from cotrain_compile.plan import Placement, UpdateMode
 
@@ -57,12 +57,7 @@ def last_ops(dataflow: Dataflow) -> Mapping[str, int]:
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""
     support = _Support(dataflow)
-    return {
-        group.param: UpdateNeeds(
-            support.of(group), support.made_before(group), _workspace_bytes(dataflow, group)
-        )
-        for group in dataflow.updates
-    }
+    return {group.param: support.needs(group) for group in dataflow.updates}
 
 
 class _Support:
@@ -89,8 +84,16 @@ class _Support:
             for name in () if op.writes else op.reads:
                 self._views.setdefault(name, []).append(op)
 
-    def of(self, group: UpdateGroup) -> tuple[str, ...]:
+    def needs(self, group: UpdateGroup) -> UpdateNeeds:
+        """What the update of `group` needs."""
+        ops = self._of(group)
+        made_before = self._made_before(group, ops)
+        return UpdateNeeds(ops, made_before, _workspace_bytes(self._dataflow, group))
+
+    def _of(self, group: UpdateGroup) -> tuple[str, ...]:
         """Names of the ops that `group` needs, in program order."""
+        if not self._maker:
+            return ()
         dataflow, found = self._dataflow, set[str]()
         queue = [r for name in group.ops for r in dataflow.ops[dataflow.position[name]].reads]
         for read in queue:  # grows while it is read
@@ -101,15 +104,14 @@ class _Support:
                 queue += op.reads
         return tuple(sorted(found, key=dataflow.position.__getitem__))
 
-    def made_before(self, group: UpdateGroup) -> frozenset[str]:
+    def _made_before(self, group: UpdateGroup, support: tuple[str, ...]) -> frozenset[str]:
         """What `group` and its support read that they do not make: the update comes after it."""
-        ops = [
-            self._dataflow.ops[self._dataflow.position[n]] for n in (*self.of(group), *group.ops)
-        ]
-        made = {name for op in ops for name in op.writes}
-        own, pieces = {group.param, group.gradient, *group.states}, self._dataflow.pieces.wholes
-        read = frozenset(name for op in ops for name in op.reads if name not in pieces)
-        return read - made - own
+        dataflow = self._dataflow
+        ops = [dataflow.ops[dataflow.position[name]] for name in (*support, *group.ops)]
+        own = {group.param, group.gradient, *group.states}
+        own.update(name for op in ops for name in op.writes)
+        read = {name for op in ops for name in op.reads}
+        return frozenset(read - own - dataflow.pieces.wholes.keys())
 
 
 def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[str]) -> None:
@@ -131,13 +133,11 @@ def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[st
 
 def _workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     """The most bytes that the values made inside an update take at once beyond its gradient."""
-    spans, gradient = spans_in(dataflow, group), dataflow.buffer[group.gradient]
-    curve = IntervalSum(len(group.ops))
-    for name in made_in(dataflow, group) - {gradient.name}:
-        curve.add(dataflow.buffer[name].nbytes, *spans[name])
-    if not gradient.is_passing or gradient.name not in spans:
+    inside, gradient = inside_updates(dataflow)[group.param], dataflow.buffer[group.gradient]
+    curve = curve_of_made(dataflow, group, inside.made - {gradient.name})
+    if not gradient.is_passing or gradient.name not in inside.spans:
         return max(curve.values(), default=0)
-    curve.add(gradient.nbytes, 0, spans[gradient.name][1])
+    curve.add(gradient.nbytes, 0, inside.spans[gradient.name][1])
     return max(0, max(curve.values(), default=0) - gradient.nbytes)
 
 

@@ -333,6 +333,9 @@ class ListScheduler:
 
     def _bring_next(self, until_s: float) -> bool:
         """Issue the most urgent move up that fits; False when there is none."""
+        update = self.host.next_return(until_s)
+        if not (update or self.fetches or self.unfetched):
+            return False
         choices: list[tuple[float, Callable[[], None]]] = []
         free_bytes = self.ledger.free_now(self.clock.gap, self._reserved())
         if self.fetches and self._may_fetch(self.fetches[0], until_s, free_bytes):
@@ -343,7 +346,7 @@ class ListScheduler:
             if self._may_fetch_states(pending, urgency_s, until_s, free_bytes):
                 choices.append((urgency_s, partial(self._fetch_states, pending)))
                 break
-        if update := self.host.next_return(until_s):
+        if update:
             choices.append(
                 (self.clock.until(update.limit), partial(self.host.return_weight, update))
             )

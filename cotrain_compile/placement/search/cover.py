@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.remembered import once
 from cotrain_compile.placement.residency import DeviceProgram, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
@@ -57,7 +58,7 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
         )
 
     owned = owners(program.dataflow)
-    gaps = [*_gaps(program, owned, least_bytes)]
+    gaps = [*_gaps(program, least_bytes)]
     gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
     for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
         is_open = gap.name in again if gap.number else gap.name in away and gap.name not in again
@@ -77,7 +78,7 @@ def with_all_away(problem: Problem, placement: Placement, least_bytes: float = 0
     """`placement` with all larger values away that can be, and once more where they can."""
     program = place(problem, placement).program
     owned = owners(program.dataflow)
-    gaps = [*_gaps(program, owned, least_bytes)]
+    gaps = [*_gaps(program, least_bytes)]
     away = {gap.name for gap in gaps}
     again = {gap.name for gap in gaps if gap.number}
     others = (name for name in placement.away if name in owned)
@@ -93,16 +94,21 @@ def _has_gap(program: DeviceProgram, name: str) -> bool:
     return bool(program.order.gaps_away(name))
 
 
-def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> Iterator[Gap]:
+def _gaps(program: DeviceProgram, least_bytes: float) -> Iterator[Gap]:
     """The gaps in which values may be away, of those that belong to no parameter."""
-    shared = {name for group in program.dataflow.updates for name in group.scalars}
-    for buffer in program.dataflow.buffers:
-        is_value = buffer.role is Role.TEMPORARY and buffer.is_passing
-        if not is_value or buffer.name in owned or buffer.name in shared:
-            continue
+    gaps_away = program.order.gaps_away
+    for buffer in _values(program.dataflow):
         if buffer.nbytes > least_bytes:
-            for number, gap in enumerate(program.order.gaps_away(buffer.name)):
+            for number, gap in enumerate(gaps_away(buffer.name)):
                 yield Gap(buffer.name, number, *gap, buffer.nbytes)
+
+
+@once
+def _values(dataflow: Dataflow) -> tuple[Buffer, ...]:
+    """What the step makes for itself and that no parameter or update has to do with."""
+    taken = owners(dataflow).keys() | {n for group in dataflow.updates for n in group.scalars}
+    own = (b for b in dataflow.buffers if b.role is Role.TEMPORARY and b.is_passing)
+    return tuple(buffer for buffer in own if buffer.name not in taken)
 
 
 def _seconds(program: DeviceProgram, gap: Gap) -> float:

@@ -20,6 +20,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
@@ -213,7 +214,12 @@ def _least(problem: Problem, splits: Splits) -> int:
 
 def _in_parts(problem: Problem, splits: Splits) -> Problem:
     """The problem of the step in parts, as a step of its own."""
-    return problem.splitting(splits).as_its_own_step()
+    return _as_its_own(problem, tuple(splits.items()))
+
+
+@remembered
+def _as_its_own(problem: Problem, splits: tuple[tuple[str, int], ...]) -> Problem:
+    return problem.splitting(dict(splits)).as_its_own_step()
 
 
 def _with(plan: Plan, splits: Splits) -> Plan:

@@ -221,7 +221,7 @@ def works_of(
     behind its op.
     """
     on_device = _on_device(placed)
-    device = [on_device.work(op, seconds, op) for op, seconds in on_device.seconds]
+    device = [on_device.work(op, seconds, op) for op, seconds in on_device.seconds.items()]
     return [*device, *_elsewhere(placed, seconds_of)]
 
 
@@ -235,29 +235,25 @@ def joined_works_of(
     others = _elsewhere(placed, seconds_of)
     on_device = _on_device(placed)
     # Another run of ops begins at what comes after something, and behind what something awaits.
-    begin = on_device.after.keys() | on_device.after_previous.keys()
-    end = {name for work in others for name in work.after}
-    works: list[Work] = []
-    first, last, total_s, is_done = "", "", 0.0, True
-    for op, seconds in on_device.seconds:
-        if is_done or op in begin:
-            if first:
-                works.append(on_device.work(last, total_s, first))
-            first, total_s = op, 0.0
-        last, total_s, is_done = op, total_s + seconds, op in end
-    if first:
-        works.append(on_device.work(last, total_s, first))
+    slot, names = placed.program.slot, [*on_device.seconds]
+    begins = {slot[name] for name in on_device.after.keys() | on_device.after_previous.keys()}
+    begins |= {slot[name] + 1 for work in others for name in work.after if name in slot}
+    seconds = [*on_device.seconds.values()]
+    works = [
+        on_device.work(names[end - 1], sum(seconds[begin:end], 0.0), names[begin])
+        for begin, end in pairwise(sorted({0, *begins, len(names)}))
+    ]
     return [*works, *others]
 
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Seconds of each op of the device, in order; what those come after that come after anything.
+    """Seconds by op of the device, in order; what those come after that come after anything.
 
     And what they come after that the step before them has left.
     """
 
-    seconds: Sequence[tuple[str, float]]
+    seconds: Mapping[str, float]
     after: Mapping[str, tuple[str, ...]]
     after_previous: Mapping[str, tuple[str, ...]]
 
@@ -279,10 +275,10 @@ def _on_device(placed: PlacedStep) -> _OnDevice:
         if awaited := _awaited(problem, op):
             waits[op.name] = (*waits.get(op.name, ()), *awaited)
     device_s = problem.costs.device_s
-    seconds = [(op.name, device_s[op.name]) for op in program.ops]
+    seconds = {name: device_s[name] for name in program.slot}
     if problem.machine.issue_s:
         held_s = held_up_s(problem, program, _starts(program.order.following, tasks))
-        seconds = [(name, own_s + held_s.get(name, 0.0)) for name, own_s in seconds]
+        seconds |= {name: seconds[name] + more_s for name, more_s in held_s.items()}
     return _OnDevice(seconds, waits, carried)
 
 
@@ -344,14 +340,17 @@ def held_up_s(
     waits; they are left out, so it stands still no longer than said here.
     """
     each_s, runs_ahead = problem.machine.issue_s, problem.machine.runs_ahead
+    if not each_s:
+        return {}
     held_s: dict[str, float] = {}
     device_s = python_s = 0.0
-    for op in program.ops if each_s else ():
-        if op.name in issued:
-            python_s = (python_s if runs_ahead else device_s) + each_s * issued[op.name]
-            held_s[op.name] = max(0.0, python_s - device_s)
-            device_s += held_s[op.name]
-        device_s += problem.costs.device_s[op.name]
+    slot, seconds = program.slot, [problem.costs.device_s[name] for name in program.slot]
+    behind = 0  # the ops that `device_s` has counted
+    for name in sorted((name for name in issued if name in slot), key=slot.__getitem__):
+        device_s, behind = sum(seconds[behind : slot[name]], device_s), slot[name]
+        python_s = (python_s if runs_ahead else device_s) + each_s * issued[name]
+        held_s[name] = max(0.0, python_s - device_s)
+        device_s += held_s[name]
     return held_s
 
 
