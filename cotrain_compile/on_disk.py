@@ -19,6 +19,9 @@ from cotrain_compile.plan import Placement
 PIECE_BYTES = 1 << 22
 # One is being worked on, some are read meanwhile, and some are on their way back.
 ROOMS = 6
+# Pieces that a drive has to do at a time: one of each of two states is read while another is
+# written, and one more waits of each.
+THREADS = 8
 # Direct reads and writes begin and end at multiples of it, on all drives of today.
 BLOCK_BYTES = 4096
 # A drive takes about as long to begin as for so much: what is smaller stays on the host.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from cotrain_compile.on_disk import ROOMS
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 Result = Mapping[str, Any]
@@ -240,10 +241,21 @@ def pieces(result: Result) -> str:
 
 def disk(result: Result) -> str:
     """A step bound by the drive."""
+    swapped = " and ".join(
+        f"{seconds:.2f} s ({name})" for name, seconds in result["deepspeed_s"].items()
+    )
+    # A parameter and both its states: some pieces of each, or the whole of three.
+    rooms = format_bytes(3 * ROOMS * result["piece_bytes"])
+    held = format_bytes(3 * result["disk_peak_bytes"] // 4)
     return (
         f"{format_bytes(result['bytes_moved_a_step'])} read and written in a step at "
         f"{times(result['of_raw_rate'])} of what the drive does with nothing in between; "
-        f"{format_bytes(result['host_peak_bytes'])} of the host. Equal to states in memory after "
+        f"{format_bytes(result['host_peak_bytes'])} of the host, {rooms} of them rooms. The "
+        f"updates take {result['updates_s']:.2f} s, predicted "
+        f"{times(result['predicted_over_measured'])} of that in the median, by the rates that the "
+        "drive has at the moment. One parameter after the other takes "
+        f"{result['by_hand_s']:.2f} s; DeepSpeed's `async_io`, in the order of its swapper, "
+        f"{swapped} with {held} of buffers. Equal to states in memory after "
         f"{result['equal_after_steps']} steps: {'yes' if result['are_equal'] else 'no'}.\n"
     )
 

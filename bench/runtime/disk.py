@@ -3,8 +3,11 @@
 A chain of square layers with AdamW, whose weights rest on disk with all their states, so that its
 updates are bound by the drive. In turn: a step; the same bytes read and written with nothing in
 between, by as many threads in pieces of the same size; and what one would write by hand, parameter
-by parameter: read it and its states, update, write them. Of each the median counts. Then parameters
-and states are compared with a training in memory, and the cgroup says what memory was taken.
+by parameter: read it and its states, update, write them; and, where DeepSpeed is installed and can
+build its `async_io`, its swapper. Of each the median counts. Then parameters and states are
+compared with a training in memory, and the cgroup says what memory was taken. A drive that others
+use does not keep its rates: they are measured between the steps, too, and what a plan predicts of
+each is compared with the step before.
 
     python -m bench.runtime.disk --folder /nvme -o bench/results/disk.json
 """
@@ -19,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,13 @@ from torch import nn
 
 import cotrain_compile
 from bench.report import write_report
+from bench.runtime.deepspeed_swap import SETTINGS, Swapper, async_io
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import PIECE_BYTES, update_room_bytes
-from cotrain_compile.plan import Timeline
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.plan import Lane, Plan, Timeline
+from cotrain_compile.runtime.calibrate.disk_bench import measured_disk
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
 from cotrain_compile.support.units import format_bytes
@@ -118,9 +126,16 @@ def by_hand_s(files: Sequence[Sequence[StateFile]]) -> float:
 
 
 def updating_s(timeline: Timeline) -> float:
-    """From the first to the last moment of updates on the host and of what they read and write."""
+    """From the first update on the host to the last write; of both some pieces are read before."""
     spans = [span for span in timeline.spans if "update." in span.name]
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    began_s = min(span.start_s for span in spans if span.lane is Lane.HOST)
+    return max(span.end_s for span in spans) - began_s
+
+
+def predicted_s(problem: Problem, plan: Plan, folder: Path) -> float:
+    """Of the updates, by the rates that the drive has now."""
+    machine = problem.machine.with_disk(measured_disk(folder))
+    return updating_s(schedule(replace(problem, machine=machine), plan.placement).predicted)
 
 
 class Resident:
@@ -171,7 +186,9 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         scratch = [[StateFile(folder, file.nbytes) for file in each] for each in own]
         rooms = Rooms(update_room_bytes(dataflow, plan.placement))
         raw_s(scratch, rooms)  # what was never written is not read from the drive
-        step_s, update_s, plain_s, hand_s = [], [], [], []
+        module = async_io()
+        swap_s: dict[str, list[float]] = {name: [] for name in SETTINGS if module is not None}
+        step_s, update_s, plain_s, hand_s, now_s = [], [], [], [], []
         for number in range(1, rounds + 1):
             began_s = time.perf_counter()
             training.train(number)
@@ -179,8 +196,12 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
             assert compiled.measured is not None
             update_s.append(updating_s(compiled.measured))
             plain_s.append(raw_s(scratch, rooms))
+            now_s.append(predicted_s(compiled.problem, plan, folder))
             if number % 2:
                 hand_s.append(by_hand_s(scratch))
+            for name, each_s in swap_s.items():
+                with Swapper(module, folder, len(own), WIDTH * WIDTH, SETTINGS[name]) as swapper:
+                    each_s.append(swapper.update_s())
             say(f"step {step_s[-1]:.2f} s, updates {update_s[-1]:.2f} s, raw {plain_s[-1]:.2f} s")
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for number in range(rounds + 1, STEPS):
@@ -190,7 +211,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
     torch._dynamo.reset()
     pairs = zip(training.tensors, in_memory(max(STEPS, rounds + 1)), strict=True)
     updates_s, drive_s = statistics.median(update_s), statistics.median(plain_s)
-    predicted_s = updating_s(plan.predicted)
+    at_first_s = updating_s(plan.predicted)
     assert compiled.measured is not None
     peaks = compiled.measured.peak_bytes
     return {
@@ -201,9 +222,13 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         "updates_s": updates_s,
         "raw_s": drive_s,
         "by_hand_s": statistics.median(hand_s),
+        "deepspeed_s": {name: statistics.median(each_s) for name, each_s in swap_s.items()},
         "of_raw_rate": statistics.median(a / b for a, b in zip(plain_s, update_s, strict=True)),
-        "predicted_updates_s": predicted_s,
-        "predicted_over_measured": predicted_s / updates_s,
+        "predicted_at_first_s": at_first_s,
+        "predicted_updates_s": statistics.median(now_s),
+        "predicted_over_measured": statistics.median(
+            a / b for a, b in zip(now_s, update_s, strict=True)
+        ),
         "equal_after_steps": max(STEPS, rounds + 1),
         "are_equal": all(torch.equal(a, b) for a, b in pairs),
         "host_budget_bytes": plan.budgets[Tier.HOST],
@@ -213,8 +238,8 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         "cgroup_bytes_more": resident.most - before,
         "load_a_core": load,
         "rounds": [
-            {"step_s": a, "updates_s": b, "raw_s": c}
-            for a, b, c in zip(step_s, update_s, plain_s, strict=True)
+            {"step_s": a, "updates_s": b, "raw_s": c, "predicted_updates_s": d}
+            for a, b, c, d in zip(step_s, update_s, plain_s, now_s, strict=True)
         ],
     }
 
@@ -238,6 +263,10 @@ def table(result: Mapping[str, Any]) -> str:
         ("the same bytes with nothing in between", f"{result['raw_s']:.2f} s"),
         ("rate of the updates", f"{rate / 1e9:.2f} GB/s, {result['of_raw_rate']:.2f} of that"),
         ("by hand, one parameter after the other", f"{result['by_hand_s']:.2f} s"),
+        *(
+            (f"DeepSpeed's swapper, {name}", f"{seconds:.2f} s")
+            for name, seconds in result["deepspeed_s"].items()
+        ),
         ("updates predicted", f"{result['predicted_updates_s']:.2f} s"),
         ("the host at its peak", f"{format_bytes(result['host_peak_bytes'])} of {host}"),
         ("the emulated device", format_bytes(result["device_peak_bytes"])),

@@ -18,7 +18,7 @@ from typing import Any, assert_never
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Contention, Machine, Tier
-from cotrain_compile.on_disk import PIECE_BYTES, read_for_update, resting
+from cotrain_compile.on_disk import PIECE_BYTES, THREADS, read_for_update, resting
 from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
@@ -123,8 +123,12 @@ class FromDisk:
         return moved + self._latency_s(names)
 
     def _latency_s(self, names: Sequence[str]) -> float:
-        copies = sum(-(-nbytes // PIECE_BYTES) for nbytes in self._sizes(names))
-        return self._machine.links[Lane.DISK_READ].latency_s * copies
+        """Once, and for what is missing of whole pieces.
+
+        A rate is of whole ones, `THREADS` at a time, which hide what it takes to begin one.
+        """
+        missing = sum(-nbytes % PIECE_BYTES for nbytes in self._sizes(names)) / PIECE_BYTES
+        return self._machine.links[Lane.DISK_READ].latency_s * (1 + missing / THREADS)
 
     def _read_by(self, task: Task) -> tuple[Sequence[str], Sequence[str]]:
         """What `task`, which is no offload, reads from disk, and what of it is written there."""

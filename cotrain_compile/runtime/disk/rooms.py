@@ -20,14 +20,11 @@ from functools import partial
 
 import torch
 
-from cotrain_compile.on_disk import PIECE_BYTES, ROOMS, whole_blocks
+from cotrain_compile.on_disk import PIECE_BYTES, ROOMS, THREADS, whole_blocks
 from cotrain_compile.runtime.disk.state_files import StateFile
 
 # What pins memory, and what undoes that before it is unmapped.
 Pinning = tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]
-
-# A piece of each of two states is read while another is written, and one more waits of each.
-THREADS = 8
 
 
 class Room:
