@@ -23,12 +23,13 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 
 .PHONY: published tried test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
-# Files of tests are shared out over the cores.
+# Files of tests are shared out over the cores, and one process more: ranks and processes wait for one another.
+WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
 test: install
-	$(BIN)/pytest -n auto --dist loadfile --durations 50
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 50
 
 long: install
-	$(BIN)/pytest -n auto --dist loadfile -m "long or not long" --hypothesis-profile=long
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long or not long" --hypothesis-profile=long
 
 # No TORCH_INDEX here: the build with CUDA is wanted.
 stub-card:

@@ -33,8 +33,8 @@ Observer = Callable[[str, StepGraph, StepGraph], None]
 
 PASSES: tuple[Pass, ...] = (
     split_ops,
-    run_by_layer,
     cast_once,
+    run_by_layer,
     recompute_values,
     update_in_pieces,
     move_ops,

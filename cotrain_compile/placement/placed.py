@@ -120,12 +120,11 @@ def place_as_planned(dataflow: Dataflow, plan: Plan) -> PlacedDataflow:
 
 
 def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
-    """The step that `placement` leaves: in parts, in order, some ops again, some in pieces.
+    """The step that `placement` leaves: in parts, cast once, in order, some again, some in pieces.
 
     The first passes do the same to the graph. Raises as `place`.
     """
     parts = split_regions(dataflow, placement.splits)
-    ordered = in_packs(parts, placement.layers_per_pack)
-    cast = casts_once(ordered) if placement.casts_once else ordered
-    again = recomputed(cast, placement.recomputed)
-    return in_pieces(again, pieces_under(parts, placement))
+    cast = casts_once(parts) if placement.casts_once else parts
+    again = recomputed(in_packs(cast, placement.layers_per_pack), placement.recomputed)
+    return in_pieces(again, pieces_under(cast, placement))

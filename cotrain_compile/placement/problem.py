@@ -71,7 +71,9 @@ class Problem:
         order.
         """
         written = self.written or Written(self.dataflow, self.costs)
-        pieces = pieces_under(split_regions(written.dataflow, placement.splits), placement)
+        parts = split_regions(written.dataflow, placement.splits)
+        cast = casts_once(parts) if placement.casts_once else parts
+        pieces = pieces_under(cast, placement)
         return self._rewritten(
             placement.layers_per_pack,
             placement.recomputed,
@@ -128,9 +130,8 @@ class Problem:
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, splits)
         costs = self._with_parts(written, parts, splits)
-        ordered = in_packs(parts, layers_per_pack)
-        if cast_once:
-            ordered = casts_once(ordered)
+        cast = casts_once(parts) if cast_once else parts
+        ordered = in_packs(cast, layers_per_pack)
         again = recomputed_ops(ordered, names)
         known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}

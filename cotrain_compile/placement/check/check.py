@@ -182,11 +182,11 @@ def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier,
     """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
     check_splits(dataflow, plan.placement)
     dataflow = split_regions(dataflow, plan.placement.splits)
+    if plan.placement.casts_once:
+        whole, dataflow = dataflow, casts_once(dataflow)
+        check_cast_once(whole, dataflow)
     ordered = in_packs(dataflow, plan.placement.layers_per_pack)
     check_ordered(dataflow, ordered)
-    if plan.placement.casts_once:
-        ordered, whole = casts_once(ordered), ordered
-        check_cast_once(whole, ordered)
     check_recomputed(ordered, plan.placement)
     dataflow = recomputed(ordered, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)

@@ -8,6 +8,7 @@ that cannot gain, the step as it is.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,26 +19,27 @@ from cotrain_compile.placement.policies import RULES, resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.orders import reported_together
-from cotrain_compile.placement.work import Allowance
+from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.plan import Plan
 
-# How to plan a problem with so much work, and with plans of that step for smaller budgets.
-Climb = Callable[[Problem, Allowance, Sequence[Plan]], Plan]
+# How to plan a problem with so much work and plans of the same step for smaller budgets.
+Climb = Callable[[Problem, SolveSettings, Sequence[Plan]], Plan]
 
 
 def best_cast(
-    problem: Problem, policy: str, work: Allowance, incumbents: Sequence[Plan], climb: Climb
+    problem: Problem, settings: SolveSettings, incumbents: Sequence[Plan], climb: Climb
 ) -> Plan:
     """The faster of the two plans; raises the `PlacementError` that lacks least where none fits."""
+    began_s, policy = time.perf_counter(), settings.policy
     as_written = [plan for plan in incumbents if not plan.placement.casts_once]
     if not has_recasts(problem.dataflow) or _stays(problem, policy):
-        return climb(problem, work, as_written)
+        return climb(problem, settings, as_written)
     found: list[Plan] = []
     refusals: list[PlacementError] = []
     own = [_with(plan, once=False) for plan in incumbents if plan.placement.casts_once]
     try:
         step = problem.casting_once().as_its_own_step()
-        plan = climb(step, work.part(0.5), own)
+        plan = climb(step, replace(settings, work_limit=settings.work_limit / 2), own)
         # The rules of systems that know of no casts are theirs with each cast.
         if not plan.placement.fetched_whole:
             found.append(_told(_with(plan, once=True), problem))
@@ -46,7 +48,9 @@ def best_cast(
     except PlacementError as refusal:
         refusals.append(refusal)
     try:
-        found.append(climb(problem, work, as_written))
+        left_s = max(0.0, settings.time_limit_s - (time.perf_counter() - began_s))
+        within = replace(settings, work_limit=settings.work_limit / 2, time_limit_s=left_s)
+        found.append(climb(problem, within, as_written))
     except PlacementError as refusal:
         refusals.append(refusal)
     if not found:

@@ -36,6 +36,8 @@ def reuse_placement(
     regions = {region.name for region in problem.dataflow.regions}
     splits = placement.splits if regions.issuperset(placement.splits) else {}
     dataflow = split_regions(problem.dataflow, splits)
+    if placement.casts_once:
+        dataflow = casts_once(dataflow)
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
     groups = {group.param for group in dataflow.updates}
     if set(placement.homes) != persistent or set(placement.updates) != groups:
@@ -45,8 +47,6 @@ def reuse_placement(
         ordered = by_layer(dataflow, size)
     except OrderIsKept:
         ordered, size = dataflow, 0
-    if placement.casts_once:
-        ordered = casts_once(ordered)
     away = tuple(name for name in placement.away if name in ordered.buffer)
     may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)

@@ -88,17 +88,17 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def in_parts(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+    def in_order(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
         def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
-            def search(step: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
-                own = space if step.dataflow is problem.dataflow else None
-                return _Search(step, within, told, own, work).run(own_plans)
-
-            return best_cast(ordered, settings.policy, work, own_plans, search)
+            own = space if ordered.dataflow is problem.dataflow else None
+            return _Search(ordered, within, told, own, work).run(own_plans)
 
         return best_order(whole, within, plans, climb)
 
-    return best_split(problem, settings, incumbents, in_parts)
+    def cast(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+        return best_cast(whole, within, plans, in_order)
+
+    return best_split(problem, settings, incumbents, cast)
 
 
 class _Search(Attempts):

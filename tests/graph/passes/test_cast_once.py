@@ -51,12 +51,12 @@ def test_the_graph_becomes_what_the_dataflow_becomes(name: str) -> None:
 
 
 @pytest.mark.long
-def test_in_packs_the_first_cast_is_another_one() -> None:
+def test_packs_share_the_copies_of_all_micro_batches() -> None:
     step = captured("eight-autocast")
     placement = replace(resident(step.dataflow), layers_per_pack=1, casts_once=True)
     plan = schedule(step.problem(), placement)
-    found = extract(cast_once(run_by_layer(step.step.copy(), plan), plan).verify())
-    expected = casts_once(in_packs(step.dataflow, 1))
+    found = extract(run_by_layer(cast_once(step.step.copy(), plan), plan).verify())
+    expected = in_packs(casts_once(step.dataflow), 1)
     assert found.ops == expected.ops
     assert found.updates == expected.updates
 

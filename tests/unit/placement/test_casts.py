@@ -14,8 +14,10 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import casts_once, has_recasts
 from cotrain_compile.placement.check.check import check, check_cast_once
 from cotrain_compile.placement.placed import place_plan
+from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import low_precision_copies
+from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.plan import Plan
@@ -149,3 +151,20 @@ def test_an_op_that_reads_another_copy_is_refused() -> None:
     )
     with pytest.raises(PlanError, match="reads"):
         check_cast_once(whole, replace(once, ops=ops))
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_weight_on_the_host_is_updated_on_the_device_in_pieces(in_pieces: bool) -> None:
+    """It comes for its update alone, as its other uses are of the copy: in pieces, too."""
+    whole = recasting(mixed_precision_step(3, params=MIB), ("p32_0", "p32_2"))
+    groups = tuple(replace(group, elements=MIB) for group in whole.updates)
+    problem = formulate(replace(whole, updates=groups), find("h100"), PLENTY)
+    placement = streamed(problem.dataflow)
+    homes = {**placement.homes, **{group.param: Tier.HOST for group in groups}}
+    once = replace(placement, homes=homes, casts_once=True, piece_bytes=MIB if in_pieces else 0)
+    plan = schedule(problem, once)
+    check(problem, plan)
+    assert bool(place_plan(problem, plan).dataflow.pieces.parts) is in_pieces
+    if in_pieces:
+        copied = {task.buffer for task in plan.transfers if task.is_fetch}
+        assert not copied.intersection(group.param for group in groups)
