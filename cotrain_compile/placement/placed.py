@@ -127,5 +127,5 @@ def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
     parts = split_regions(dataflow, placement.splits)
     ordered = in_packs(parts, placement.layers_per_pack)
     cast = casts_once(ordered) if placement.casts_once else ordered
-    again = recomputed(cast, placement.recomputed)
+    again = recomputed(cast, placement.recomputed, placement.recomputed_apart)
     return in_pieces(again, pieces_under(parts, placement))
