@@ -71,7 +71,9 @@ class Placement:
     next step (`Task.carried`).
     The updates of `speculative` parameters, all on the host, begin before the values are there that
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
-    backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
+    backward; tasks are those of the step in which they are. Those `recomputed_apart`, too, have
+    copies of their own of what they are made of, which run once more for whoever else needs them.
+    With `layers_per_pack` above 0 its
     micro-batches run layer by layer, in packs of so many. `splits` says in how many parts a region
     of the step runs, by its name: everything else is said of the step in parts. Streamed updates go
     in pieces of `piece_bytes` of the parameter where they can (`placement.pieces`); 0: as wholes.
@@ -93,6 +95,7 @@ class Placement:
     fetched_whole: bool = False
     away_on_disk: tuple[str, ...] = ()
     casts_once: bool = False
+    recomputed_apart: tuple[str, ...] = ()
 
     @property
     def uses_disk(self) -> bool:

@@ -28,7 +28,8 @@ def beyond_plan(
     itself, from what was planned at its own place: cut apart by the next plan, it would again.
     """
     placed = place_plan(problem, plan)
-    again = recomputed_ops(problem.dataflow, plan.placement.recomputed)
+    decided = plan.placement
+    again = recomputed_ops(problem.dataflow, decided.recomputed, decided.recomputed_apart)
     program, planned = placed.program, placed.device_bytes
     found: dict[str, int] = {}
     passed = -1

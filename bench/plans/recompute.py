@@ -221,7 +221,7 @@ def made_again(dataflow: Dataflow, plan: Plan | None) -> tuple[int, float]:
     if plan is None:
         return 0, 0.0
     names = plan.placement.recomputed
-    again = recomputed_ops(dataflow, names)
+    again = recomputed_ops(dataflow, names, plan.placement.recomputed_apart)
     spans = (span for span in plan.predicted.lane(Lane.DEVICE) if span.name in again)
     nbytes = sum(dataflow.buffer[name].nbytes for name in names)
     return nbytes, sum(span.end_s - span.start_s for span in spans)

@@ -365,7 +365,8 @@ def _lowered(
     if not _is_compiled(step, options):
         return None
     names = plan.placement.recomputed if options.recompute == "exact" else ()
-    again = recomputed_ops(problem.splitting(plan.placement.splits).dataflow, names)
+    whole = problem.splitting(plan.placement.splits).dataflow
+    again = recomputed_ops(whole, names, plan.placement.recomputed_apart)
     dataflow, settings = problem.under(plan.placement).dataflow, options.inductor or {}
     apart = {*again, *again.values()}  # one code for both, whatever surrounds them
     return lower(step, placed, dataflow, settings, options.eager_segments, apart)

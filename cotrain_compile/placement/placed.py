@@ -126,5 +126,6 @@ def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
     """
     parts = split_regions(dataflow, placement.splits)
     cast = casts_once(parts) if placement.casts_once else parts
-    again = recomputed(in_packs(cast, placement.layers_per_pack), placement.recomputed)
+    ordered = in_packs(cast, placement.layers_per_pack)
+    again = recomputed(ordered, placement.recomputed, placement.recomputed_apart)
     return in_pieces(again, pieces_under(cast, placement))

@@ -14,7 +14,7 @@ from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, pieces_under
-from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
+from cotrain_compile.placement.recompute.rewrite import is_again, recomputed, recomputed_ops
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement
 from cotrain_compile.regions import part_name
@@ -39,9 +39,9 @@ class Problem:
     what code ops run (`roofline`), `speculates` that updates may begin on guesses. `whole_bytes`
     are those of values inside of compiled kernels, which have in `dataflow` what they take of
     memory (`analysis.held`). In it regions run in parts by `splits`, micro-batches in packs of
-    `layers_per_pack`, each parameter is `cast_once`, the values `recomputed` are made again, and
-    some updates go in `pieces`, all nothing in the problem of a step; else the step itself is what
-    is `written`.
+    `layers_per_pack`, each parameter is `cast_once`, the values `recomputed` are made again, some
+    `apart`, and some updates go in `pieces`, all nothing in the problem of a step; else the step
+    itself is what is `written`.
     """
 
     dataflow: Dataflow
@@ -56,6 +56,7 @@ class Problem:
     splits: Mapping[str, int] = field(default_factory=dict)
     pieces: tuple[Pieced, ...] = ()
     written: Written | None = None
+    apart: tuple[str, ...] = ()
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
     cast_once: bool = False
 
@@ -79,6 +80,7 @@ class Problem:
             placement.recomputed,
             placement.splits,
             pieces,
+            apart=placement.recomputed_apart,
             cast_once=placement.casts_once,
         )
 
@@ -87,23 +89,23 @@ class Problem:
 
         Raises `PlanError` where the step does not allow that.
         """
-        return self._rewritten(
-            layers_per_pack, self.recomputed, self.splits, cast_once=self.cast_once
-        )
+        return self._rewritten(layers_per_pack, self.recomputed, self.splits, apart=self.apart)
 
-    def recomputing(self, names: Sequence[str]) -> Problem:
-        """The problem of the step in which `names` are made again, and nothing else."""
-        return self._rewritten(self.layers_per_pack, names, self.splits, cast_once=self.cast_once)
+    def recomputing(self, names: Sequence[str], apart: Sequence[str] = ()) -> Problem:
+        """The problem of the step in which `names` are made again, and nothing else.
+
+        Some of them `apart`, on copies of their own.
+        """
+        return self._rewritten(self.layers_per_pack, names, self.splits, apart=apart)
 
     def splitting(self, splits: Mapping[str, int]) -> Problem:
         """The problem of the step whose regions run in so many parts, and no others."""
-        return self._rewritten(
-            self.layers_per_pack, self.recomputed, splits, cast_once=self.cast_once
-        )
+        return self._rewritten(self.layers_per_pack, self.recomputed, splits, apart=self.apart)
 
     def casting_once(self) -> Problem:
         """The problem of the step in which the copy of each parameter is made once."""
-        return self._rewritten(self.layers_per_pack, self.recomputed, self.splits, cast_once=True)
+        own = self.layers_per_pack, self.recomputed, self.splits
+        return self._rewritten(*own, apart=self.apart, cast_once=True)
 
     def _rewritten(
         self,
@@ -112,36 +114,35 @@ class Problem:
         splits: Mapping[str, int],
         pieces: tuple[Pieced, ...] = (),
         *,
-        cast_once: bool,
+        apart: Sequence[str],
+        cast_once: bool | None = None,
     ) -> Problem:
-        """From what is written, in whatever order it is asked for.
+        """From what is written, in whatever order it is asked for; None: cast once as this one.
 
         An op takes as long the second time as the first, a part what the machine's rates allow.
         """
-        own = (
-            self.layers_per_pack,
-            frozenset(self.recomputed),
-            self.splits,
-            self.pieces,
-            self.cast_once,
-        )
-        if (layers_per_pack, frozenset(names), splits, pieces, cast_once) == own:
+        cast_once = self.cast_once if cast_once is None else cast_once
+        again = frozenset(self.recomputed), frozenset(self.apart)
+        own = self.layers_per_pack, *again, self.splits, self.pieces, self.cast_once
+        asked = frozenset(names), frozenset(apart), splits, pieces, cast_once
+        if (layers_per_pack, *asked) == own:
             return self
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, splits)
         costs = self._with_parts(written, parts, splits)
         cast = casts_once(parts) if cast_once else parts
         ordered = in_packs(cast, layers_per_pack)
-        again = recomputed_ops(ordered, names)
+        copies = recomputed_ops(ordered, names, apart)
         known, sent = costs.device_s, costs.network_s
-        device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
-        network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
+        device_s = {**known, **{copy: known[op] for copy, op in copies.items()}}
+        network_s = {**sent, **{copy: sent[op] for copy, op in copies.items() if op in sent}}
         device_s |= piece_seconds(pieces, known, self.machine)
         return replace(
             self,
-            dataflow=in_pieces(recomputed(ordered, names), pieces),
+            dataflow=in_pieces(recomputed(ordered, names, apart), pieces),
             costs=replace(costs, device_s=device_s, network_s=network_s),
             recomputed=tuple(names),
+            apart=tuple(apart),
             layers_per_pack=layers_per_pack,
             splits=splits,
             pieces=pieces,
@@ -188,6 +189,7 @@ class Problem:
         return replace(
             self,
             recomputed=(),
+            apart=(),
             layers_per_pack=0,
             splits={},
             pieces=(),
@@ -252,7 +254,7 @@ def formulate(
     costs = roofline(dataflow, machine, captured=captured, compiled=compiled)
     held = held_bytes(dataflow) if fuses(machine, compiled) else {}
     if profile is not None:
-        again = {again_name(op.name) for op in dataflow.ops}
+        again = {name for name in profile.device_s if is_again(name, dataflow.position)}
         # What a wait was seen to take is what the network says.
         again |= {op.name for op in dataflow.ops if op.awaits and op.awaits in costs.network_s}
         device_s = {n: s for n, s in profile.device_s.items() if n not in again}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from markupsafe import Markup
 
 from cotrain_compile.dataflow import Phase
-from cotrain_compile.placement.recompute.rewrite import again_name
+from cotrain_compile.placement.recompute.rewrite import is_again
 from cotrain_compile.plan import Lane, Plan, Span, Timeline
 
 # Kinds of work in the order of the legend, on a light ground and on a dark one. A copy's colour
@@ -113,7 +113,8 @@ def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str,
     """What each task of `plan`, and each op whose phase is given, is: a key of `COLOURS`."""
     kinds = {name: phase.value for name, phase in (phases or {}).items()}
     if plan.placement.recomputed:
-        kinds |= {again_name(name): "recomputed" for name in phases or {}}
+        ops = (span.name for span in plan.predicted.lane(Lane.DEVICE))
+        kinds |= {name: "recomputed" for name in ops if is_again(name, phases or {})}
     kinds |= {cast.name: "cast on the host" for cast in plan.host_regions if cast.makes}
     copied = copied_kinds(plan)
     return kinds | {task.name: copied[task.buffer] for task in plan.transfers}

@@ -188,7 +188,7 @@ def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier,
     ordered = in_packs(dataflow, plan.placement.layers_per_pack)
     check_ordered(dataflow, ordered)
     check_recomputed(ordered, plan.placement)
-    dataflow = recomputed(ordered, plan.placement.recomputed)
+    dataflow = recomputed(ordered, plan.placement.recomputed, plan.placement.recomputed_apart)
     check_placement(dataflow, plan.placement)
     whole, dataflow = dataflow, in_pieces(dataflow, pieces_under(dataflow, plan.placement))
     check_pieces(whole, dataflow)

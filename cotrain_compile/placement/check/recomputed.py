@@ -26,6 +26,9 @@ _DROPOUT = "aten.native_dropout.default"
 def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     """Raise `PlanError` unless all of `placement.recomputed` can be made again."""
     names = placement.recomputed
+    apart = frozenset(placement.recomputed_apart)
+    unknown = sorted(apart.difference(names))
+    _require(not unknown, f"lacks {unknown[:3]}, which placement.recomputed_apart names")
     if not names:
         return
     _require(len(set(names)) == len(names), "names a buffer twice")
@@ -44,7 +47,7 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     for op in dataflow.ops:
         if op.phase is not Phase.FORWARD:
             for name in op.reads:
-                _run_again(name, maker, versions, found, again)
+                _run_again(name, maker, versions, found, again, apart)
         # What a dropout draws it draws once.
         drawn = op.writes if op.target == _DROPOUT else ()
         reads = (n for n in op.reads if n not in drawn)
@@ -129,19 +132,26 @@ def _run_again(
     versions: Mapping[str, int],
     found: Mapping[str, Mapping[str, int]],
     again: set[str],
+    apart: frozenset[str],
 ) -> None:
-    """Whatever runs again for a read of `name` reads what it did the first time."""
-    waiting = [name]
+    """Whatever runs again for a read of `name` reads what it did the first time.
+
+    What runs for a value that is made `apart` has not run for anybody else.
+    """
+    waiting = [(name, again)]
     while waiting:
-        op = maker.get(waiting.pop())
-        if op is None or op.name in again:
+        name, ran = waiting.pop()
+        op = maker.get(name)
+        if op is None or op.name in again or op.name in ran:
             continue
         _require(op.name in found, f"has {op.name} run again before it has run")
-        again.add(op.name)
+        ran.add(op.name)
+        if not apart.isdisjoint(op.writes):
+            ran = set()
         for read, version in found[op.name].items():
             same = versions.get(read, 0) == version
             _require(same, f"has {op.name} run again after {read}, which it reads, was overwritten")
-            waiting.append(read)
+            waiting.append((read, ran))
 
 
 def _require(condition: bool, message: str) -> None:

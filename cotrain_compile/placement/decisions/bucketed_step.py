@@ -147,6 +147,7 @@ def bucketed(problem: Problem, buckets: int | None, *, at_peaks: bool) -> Bucket
         base.updates,
         early_updates=True,
         recomputed=problem.recomputed,
+        recomputed_apart=problem.apart,
         splits=problem.splits,
     )
     moves = moves_of(problem, bare)

@@ -234,6 +234,7 @@ class DecisionSpace:
             tuple(away),
             early_updates=True,
             recomputed=tuple(recomputed),
+            recomputed_apart=self.problem.apart,
             speculative=tuple(speculative),
             piece_bytes=PIECE_BYTES,
             splits=self.problem.splits,

@@ -42,7 +42,8 @@ def certified_bound_s(
 ) -> float:
     """The optimum of the relaxed program in seconds; `cyclic` where steps overlap.
 
-    With `recompute` it holds for plans that make forward values again, each at most once.
+    With `recompute` it holds for plans that make forward values again, each for all that need it
+    and, on copies of its own, for whatever is made apart.
     Where `work` runs out, or there is no solver, the solver's bound so far, and at the least what
     the device alone has to compute, with the exchanges that it waits for.
     """

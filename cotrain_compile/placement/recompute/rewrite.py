@@ -2,14 +2,16 @@
 
 In: a Dataflow and the names of buffers. Out: the Dataflow in which the ops that make them run again
 right before the first op outside the forward that reads one of them, and all such ops read what is
-made there. A gather that runs again begins before the wait for the one before it. Schedule,
+made there. What is made `apart` has copies of its own of what it is made of, which nobody else
+reads: they are gone at once, and whoever needs such a value, too, makes it once more. A gather that
+runs again begins before the wait for the one before it. Schedule,
 simulation, check and replay see nothing but that step. The pass `recompute_values` does the same to
 the graph, and a law says that the two agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -56,6 +58,8 @@ _NEVER = (
     "aten.trunc",
     "aten.sign",
 )
+
+_NOTHING: Mapping[str, str] = {}
 
 # A dropout runs again as a product with the mask that it has drawn, by the op of its backward: that
 # mask is kept for the backward in any case. Its results are the product and the mask.
@@ -205,39 +209,50 @@ def _written_at(dataflow: Dataflow) -> dict[str, list[int]]:
     return found
 
 
-def recomputed(dataflow: Dataflow, names: Iterable[str]) -> Dataflow:
+def recomputed(dataflow: Dataflow, names: Iterable[str], apart: Iterable[str] = ()) -> Dataflow:
     """The step in which the buffers `names` are made again for what follows the forward.
 
     Their makers run again with all that they make; what else they read is kept for that, or is
-    among `names` itself. Each op runs again at most once. The fingerprint stays that of the step.
+    among `names` itself. Each op runs again at most once, and once more for each of those `names`
+    that are made `apart` and need it. The fingerprint stays that of the step.
     """
     chosen = frozenset(names)
-    return _rewritten(dataflow, chosen)[0] if chosen else dataflow
+    return _rewritten(dataflow, (chosen, frozenset(apart)))[0] if chosen else dataflow
 
 
-def recomputed_ops(dataflow: Dataflow, names: Iterable[str]) -> Mapping[str, str]:
-    """By the name of each op that runs again in `recomputed(dataflow, names)`, that of the first.
+def recomputed_ops(
+    dataflow: Dataflow, names: Iterable[str], apart: Iterable[str] = ()
+) -> Mapping[str, str]:
+    """By the name of each op that runs again in `recomputed` of the same, that of the first.
 
     In the order in which they run.
     """
     chosen = frozenset(names)
-    return _rewritten(dataflow, chosen)[1] if chosen else {}
+    return _rewritten(dataflow, (chosen, frozenset(apart)))[1] if chosen else {}
 
 
 @remembered
-def _rewritten(dataflow: Dataflow, names: frozenset[str]) -> tuple[Dataflow, Mapping[str, str]]:
-    rewriting = _Rewriting(dataflow, names)
+def _rewritten(
+    dataflow: Dataflow, chosen: tuple[frozenset[str], frozenset[str]]
+) -> tuple[Dataflow, Mapping[str, str]]:
+    rewriting = _Rewriting(dataflow, *chosen)
     made = rewriting.run()
-    return made, {copy: op for op, copy in rewriting.again.items()}
+    return made, rewriting.runs
 
 
 @dataclass
 class _Rewriting:
+    """`copied` and `again` have what all read, by what it is a copy of; `values` and `runs` have
+    for each copy what it is one of."""
+
     dataflow: Dataflow
     names: frozenset[str]
+    apart: frozenset[str]
     ops: list[Op] = field(default_factory=list)
     copied: dict[str, str] = field(default_factory=dict)
     again: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Dataflow:
         maker = {
@@ -259,7 +274,7 @@ class _Rewriting:
         self._gather_ahead()
         copies = [
             replace(self.dataflow.buffer[old], name=new, is_output=False)
-            for old, new in self.copied.items()
+            for new, old in self.values.items()
         ]
         return replace(
             self.dataflow,
@@ -276,19 +291,60 @@ class _Rewriting:
             if op is None or op.name in self.again:
                 waiting.pop()
                 continue
+            if not self.apart.isdisjoint(op.writes):
+                waiting.pop()
+                self._make_apart(op, maker)
+                continue
             missing = [read for read in op.reads if self._is_missing(read, maker)]
             if missing:
                 waiting += reversed(missing)
                 continue
             waiting.pop()
-            self._copy(op)
+            self._copy(op, again_name(op.name), self.copied)
+
+    def _make_apart(self, last: Op, maker: Mapping[str, Op]) -> None:
+        """Run `last` again, and before it what is missing for that, which nobody else reads.
+
+        But for gathers, which come first: what they bring is for all.
+        """
+        for op in self._missing_for(last, maker):
+            if op.collective is not None:
+                self._make_again(op.writes[0], maker)
+        own = dict[str, str]()
+        for op in self._missing_for(last, maker):
+            self._copy(op, again_name(op.name, last.name), own, own)
+        self._copy(last, again_name(last.name), self.copied, own)
+
+    def _missing_for(self, last: Op, maker: Mapping[str, Op]) -> Sequence[Op]:
+        """The ops that have to run again before `last` does, in their order."""
+        waiting, found = [last], dict[str, Op]()
+        while waiting:
+            op = waiting[-1]
+            reads = (read for read in op.reads if self._is_missing(read, maker))
+            missing = [maker[read] for read in reads if maker[read].name not in found]
+            if missing:
+                waiting += reversed(missing)
+                continue
+            found[waiting.pop().name] = op
+        found.pop(last.name)
+        return tuple(found.values())
 
     def _is_missing(self, name: str, maker: Mapping[str, Op]) -> bool:
         return name in maker and maker[name].name not in self.again
 
-    def _copy(self, op: Op) -> None:
-        copy, op = again_name(op.name), _as_again(op)
-        self.again[op.name] = copy
+    def _copy(
+        self, op: Op, copy: str, made: dict[str, str], own: Mapping[str, str] = _NOTHING
+    ) -> None:
+        """Run `op` again as `copy`, on its `own` copies before those for all; note what it has
+        `made`."""
+        op = _as_again(op)
+        self.runs[copy] = op.name
+        if made is self.copied:
+            self.again[op.name] = copy
+        reads = tuple(
+            own.get(name) or read
+            for name, read in zip(op.reads, self._mapped(op.reads), strict=True)
+        )
         writes = []
         for name in op.writes:
             if self.dataflow.buffer[name].role is Role.GROUP:
@@ -296,8 +352,8 @@ class _Rewriting:
                 continue
             part = "" if op.target == BY_MASK else name.removeprefix(op.name).rstrip("~")
             writes.append(self._unused(copy + part))
-            self.copied[name] = writes[-1]
-        reads = self._mapped(op.reads)
+            made[name] = writes[-1]
+            self.values[writes[-1]] = name
         self.ops.append(
             replace(op, name=copy, phase=Phase.BACKWARD, reads=reads, writes=tuple(writes))
         )
@@ -307,6 +363,7 @@ class _Rewriting:
     def _await_again(self, gather: Op) -> None:
         (wait,) = [op for op in self.dataflow.ops if op.awaits == gather.name]
         self.again[wait.name] = again_name(wait.name)
+        self.runs[again_name(wait.name)] = wait.name
         copy = replace(
             wait,
             name=again_name(wait.name),
@@ -352,17 +409,22 @@ class _Rewriting:
     def _expressions(self) -> SizeExpressions:
         of = self.dataflow.expressions
         return SizeExpressions(
-            _with_copies(of.buffer_nbytes, self.copied),
-            _with_copies(of.op_flops, self.again),
-            _with_copies(of.op_bytes_moved, self.again),
+            _with_copies(of.buffer_nbytes, self.values),
+            _with_copies(of.op_flops, self.runs),
+            _with_copies(of.op_bytes_moved, self.runs),
         )
 
 
-def again_name(op: str) -> str:
-    """The name of the op that does the work of `op` again."""
-    return op + SUFFIX
+def again_name(op: str, last: str = "") -> str:
+    """The name of the op that does the work of `op` again, for `last` alone where that is one."""
+    return f"{op}{SUFFIX}_for_{last}" if last else op + SUFFIX
+
+
+def is_again(name: str, ops: Container[str]) -> bool:
+    """Whether an op of that name does the work of one of `ops` again."""
+    return name.partition(SUFFIX)[0] in ops and SUFFIX in name and name not in ops
 
 
 def _with_copies(texts: Mapping[str, str], copies: Mapping[str, str]) -> Mapping[str, str]:
-    added = {new: texts[old] for old, new in copies.items() if old in texts}
+    added = {new: texts[old] for new, old in copies.items() if old in texts}
     return {**texts, **added}

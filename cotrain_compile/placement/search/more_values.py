@@ -7,11 +7,13 @@ memory single ops count, and a byte has no one price. There one kind of value af
 leaves the device is made again instead, in all layers alike: that with most away first. What else
 leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep on the
 device is made again with it, or leaves in its place where that is smaller: of a cast, half as much.
+Where much of what a kind is made of is needed again later, it is made apart, too: that is gone
+meanwhile, and made twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,6 +35,12 @@ GAIN = 5e-4
 # What the name of such a plan ends with.
 ENDING = "+values"
 
+# What is so much slower is not tried again beside others.
+NEAR = 1.05
+
+# A kind of values, and whether they are made apart.
+_Tried = tuple[frozenset[str], bool]
+
 
 def make_more_again(attempts: Attempts) -> None:
     """Make more again than the fastest plan does, kind by kind, where covers lead.
@@ -44,42 +52,54 @@ def make_more_again(attempts: Attempts) -> None:
         return
     kinds = _Kinds(attempts.problem.dataflow)
     attempts.meter.charge(PER_OP_OF_KINDS * len(kinds.dataflow.ops))
-    refused = set[frozenset[str]]()
+    refused = set[_Tried]()
     while _one_round(attempts, kinds, refused):
         pass
 
 
-def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) -> bool:
-    """Try each kind once, beside the fastest plan so far; returns whether any was faster."""
+def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[_Tried]) -> bool:
+    """Try each kind once, beside the fastest plan so far; returns whether any was faster.
+
+    But for those that were `refused` by far.
+    """
     before = fastest = attempts.found.fastest
     assert fastest is not None
     least_bytes = TELLING * attempts.problem.budgets[Tier.DEVICE]
-    for kind in kinds.away(fastest.placement, least_bytes):
+    for kind, is_apart in kinds.to_try(fastest.placement, least_bytes):
         again = frozenset(fastest.placement.recomputed) | kinds.with_sources(kind)
-        if again in refused:
+        apart = frozenset(fastest.placement.recomputed_apart) | (kind if is_apart else frozenset())
+        if (kind, is_apart) in refused:
             continue
         if attempts.is_late:
             return False
-        refused.add(again)
-        fastest = _try(attempts, fastest, again) or fastest
+        found = _try(attempts, fastest, again, apart)
+        if found is None or found.step_s > NEAR * fastest.step_s:
+            refused.add((kind, is_apart))
+        elif found.step_s < (1.0 - GAIN) * fastest.step_s:
+            attempts.found.keep(found.placement.policy, found)
+            fastest = found
     return fastest is not before
 
 
-def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | None:
-    """`fastest` with all of `again` made again, kept if that is faster; None if it is not.
+def _try(
+    attempts: Attempts, fastest: Draft, again: frozenset[str], apart: frozenset[str]
+) -> Draft | None:
+    """`fastest` with all of `again` made again, some `apart`; None where that does not fit.
 
     It is none of the variants: programs go on from the levels and cuts.
     """
     attempts.progress("trying more values made again")
     names = tuple(b.name for b in attempts.problem.dataflow.buffers if b.name in again)
     name = fastest.placement.policy.removesuffix(ENDING) + ENDING
-    problem = attempts.problem.recomputing(names)
+    own = tuple(each for each in names if each in apart)
+    problem = attempts.problem.recomputing(names, own)
     buffer = problem.dataflow.buffer
     attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
     placement = replace(
         fastest.placement,
         policy=name,
         recomputed=names,
+        recomputed_apart=own,
         away=tuple(each for each in fastest.placement.away if each in buffer),
         refetched=(),
     )
@@ -87,10 +107,7 @@ def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | N
     if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
         return None
     with suppress(PlacementError):
-        found = attempts.drafted(problem, placement, moves, fastest.tactics)
-        if found.step_s < (1.0 - GAIN) * fastest.step_s:
-            attempts.found.keep(name, found)
-            return found
+        return attempts.drafted(problem, placement, moves, fastest.tactics)
     return None
 
 
@@ -113,6 +130,31 @@ class _Kinds:
 
     def _nbytes(self, names: Collection[str]) -> int:
         return sum(self.dataflow.buffer[name].nbytes for name in names)
+
+    def to_try(
+        self, placement: Placement, least_bytes: float
+    ) -> Iterator[tuple[frozenset[str], bool]]:
+        """Each kind that is worth it, and whether it is to be made apart, in the order to try."""
+        away = self.away(placement, least_bytes)
+        yield from ((kind, False) for kind in away)
+        again, done = frozenset(placement.recomputed), set(placement.recomputed_apart)
+        made = (kind for kind in self.groups if kind <= again and not kind <= done)
+        sizes = {kind: self._twice_nbytes(kind, again) for kind in (*made, *away)}
+        large = (kind for kind, nbytes in sizes.items() if nbytes > least_bytes)
+        yield from ((kind, True) for kind in sorted(large, key=lambda kind: -sizes[kind]))
+
+    def _twice_nbytes(self, kind: frozenset[str], again: frozenset[str]) -> int:
+        """The most that any of a kind is made of, of what is made `again` and needed for itself."""
+        found = 0
+        for last in kind:
+            seen, waiting = set[str](), [last]
+            while waiting:
+                for name in self.maker[waiting.pop()].reads:
+                    if name in again and name not in seen:
+                        seen.add(name)
+                        waiting.append(name)
+            found = max(found, self._nbytes(seen & self.needed))
+        return found
 
     def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
         """The kinds with more than `least_bytes` away, that with most first.

@@ -56,6 +56,7 @@ def reuse_placement(
         refetched=tuple(name for name in placement.refetched if name in away),
         away_on_disk=tuple(name for name in placement.away_on_disk if name in away),
         recomputed=again,
+        recomputed_apart=tuple(name for name in placement.recomputed_apart if name in may),
         layers_per_pack=size,
         splits=splits,
     )

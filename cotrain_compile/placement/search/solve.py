@@ -155,6 +155,8 @@ class _Search(Attempts):
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._reuse(incumbents)
+        if incumbents:  # of plans nobody knows how else they may be scheduled
+            fetch_late(self)
         for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
             stage()
             if not self._may_gain():

@@ -22,6 +22,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
@@ -66,6 +67,8 @@ def best_split(
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
     for splits in _with_a_last_resort(problem, candidates, found):
         own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
+        parts = _in_parts(problem, splits)
+        own += [p for whole in found if (p := from_whole(parts, whole)) is not None]
         share = (SHARE if found else 1.0) / len(candidates)
         left_s = settings.time_limit_s - (time.perf_counter() - began_s)
         within = replace(
@@ -74,7 +77,7 @@ def best_split(
             time_limit_s=max(share * settings.time_limit_s, left_s),
         )
         try:
-            plan = climb(_in_parts(problem, splits), within, own)
+            plan = climb(parts, within, own)
             found.append(_told_apart(_with(plan, splits)))
         except PlacementError as refusal:
             refusals.append(_told(problem, splits, refusal, refusals))

@@ -72,7 +72,7 @@ def recompute_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
         yield f"{len(names)} values"
         return
     dataflow = split_regions(dataflow, plan.placement.splits)
-    again = recomputed_ops(dataflow, names)
+    again = recomputed_ops(dataflow, names, plan.placement.recomputed_apart)
     spans = plan.predicted.lane(Lane.DEVICE)
     taken_s = sum(span.end_s - span.start_s for span in spans if span.name in again)
     nbytes = sum(dataflow.buffer[name].nbytes for name in names if name in dataflow.buffer)

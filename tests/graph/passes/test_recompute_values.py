@@ -35,6 +35,12 @@ def chosen_from(dataflow: Dataflow, rng: random.Random) -> tuple[str, ...]:
     return tuple(n for n in sorted(recomputable(dataflow)) if rng.random() < share)
 
 
+def apart_from(names: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
+    """Some of `names` to be made on copies of their own: none, a few, or all."""
+    share = rng.choice((0.0, 0.3, 1.0))
+    return tuple(n for n in names if rng.random() < share)
+
+
 def without_views(dataflow: Dataflow) -> list[Op]:
     """Its ops; a view of what is made again is one more view."""
     return [op for op in dataflow.ops if op.writes]
@@ -44,13 +50,15 @@ def without_views(dataflow: Dataflow) -> list[Op]:
 def test_the_graph_becomes_what_the_dataflow_becomes(name: str) -> None:
     step, rng = captured(name), random.Random(name)
     base = step.problem()
-    for _ in range(3):
+    for _ in range(4):
         names = chosen_from(step.dataflow, rng)
-        placement = replace(resident(step.dataflow), recomputed=names)
+        apart = apart_from(names, rng)
+        placement = replace(resident(step.dataflow), recomputed=names, recomputed_apart=apart)
         plan = schedule(base, placement)
+        check(base, plan)
         graph = recompute_values(step.step.copy(), plan).verify()
         again = extract(graph)
-        expected = recomputed(step.dataflow, names)
+        expected = recomputed(step.dataflow, names, apart)
         # The gaps of the plan, which lie between ops, are those of the graph.
         assert [n.name for n in graph.nodes if n.name in graph.phases] == [
             op.name for op in expected.ops
@@ -64,9 +72,10 @@ def test_the_graph_becomes_what_the_dataflow_becomes(name: str) -> None:
 def test_random_plans_that_make_values_again_give_the_same_numbers(name: str) -> None:
     step, rng = captured(name), random.Random(name)
     names = chosen_from(step.dataflow, rng)
-    plan = random_plan(step.problem().recomputing(names), rng)
+    apart = apart_from(names, rng)
+    plan = random_plan(step.problem().recomputing(names, apart), rng)
     check(step.problem(), plan)
     compiled = place(name, plan)
-    again = recomputed_ops(step.dataflow, names)
+    again = recomputed_ops(step.dataflow, names, apart)
     assert {n.name for n in compiled.graph.nodes if n.name in again} == set(again)
     assert not differences(step.train(compiled), reference(name))

@@ -43,6 +43,7 @@ def random_plan(problem: Problem, rng: random.Random) -> Plan:
     placement = replace(
         placement,
         recomputed=problem.recomputed,
+        recomputed_apart=problem.apart,
         layers_per_pack=size,
         casts_once=problem.cast_once,
     )

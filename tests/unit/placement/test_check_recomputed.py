@@ -54,6 +54,24 @@ def of(*names: str, away: tuple[str, ...] = ()) -> Placement:
     return Placement("drawn", {}, {}, away=away, recomputed=names)
 
 
+def test_only_what_is_made_again_is_made_apart() -> None:
+    check_recomputed(STEP, replace(of("a", "b"), recomputed_apart=("b",)))
+    with pytest.raises(PlanError, match=r"lacks \['b'\]"):
+        check_recomputed(STEP, replace(of("a"), recomputed_apart=("b",)))
+
+
+def test_what_is_made_of_for_one_alone_is_read_as_it_was_then_too() -> None:
+    """For b alone a is made before x is overwritten, for all others after that."""
+    later = op("late", ("a",), ("k",), Phase.BACKWARD)
+    back = op("back", ("b",), ("g",), Phase.BACKWARD)
+    overwrite = op("write", ("g",), ("x",), Phase.BACKWARD)
+    ops = (*STEP.ops[:3], back, overwrite, later, STEP.ops[-1])
+    step = replace(STEP, ops=ops, buffers=(*STEP.buffers, temporary("k")))
+    check_recomputed(step, of("a", "b"))
+    with pytest.raises(PlanError, match="x, which it reads, was overwritten"):
+        check_recomputed(step, replace(of("a", "b"), recomputed_apart=("b",)))
+
+
 def with_op(step: Dataflow, index: int, new: Op) -> Dataflow:
     return replace(step, ops=(*step.ops[:index], new, *step.ops[index:]))
 

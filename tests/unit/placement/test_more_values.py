@@ -9,10 +9,12 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.recompute.alike import kinds_of
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import finished
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.viz.kinds import kinds_of as kinds
 from tests.support.nets import MIB
 from tests.support.random_problems import PLENTY
 from tests.unit.placement.test_recompute_brute_force import with_link
@@ -83,6 +85,58 @@ def test_a_value_is_made_again_where_its_way_takes_longer(
     assert fastest.placement.away == away
     assert fastest.placement.policy == "cover+values"
     check(attempts.problem, finished(attempts.problem, fastest))
+
+
+def needed_later() -> Dataflow:
+    """The backward reads `v`, made of `u`, then has no room for `u`, and then reads that."""
+    backward = (
+        op("dot", "v out", "d", Phase.BACKWARD),
+        op("expand", "d", "s", Phase.BACKWARD),
+        op("mean", "s", "h", Phase.BACKWARD),
+        op("addcmul", "u h", "end", Phase.BACKWARD),
+    )
+    return Dataflow(
+        "later",
+        (
+            op("add", "x", "u", Phase.FORWARD),
+            op("mul", "u", "v", Phase.FORWARD),
+            op("exp", "x", "w", Phase.FORWARD),
+            op("sum", "w", "out", Phase.FORWARD),
+            *backward,
+        ),
+        (
+            Buffer("x", 1024, Role.BATCH, is_input=True),
+            *(Buffer(n, 1024, Role.TEMPORARY) for n in ("out", "d", "h", "end")),
+            *(Buffer(n, 4 * MIB, Role.TEMPORARY) for n in "uv"),
+            *(Buffer(n, 8 * MIB, Role.TEMPORARY) for n in "ws"),
+        ),
+    )
+
+
+def test_what_a_value_is_made_of_is_made_twice_where_it_is_in_the_way_between() -> None:
+    problem = formulate(needed_later(), with_link(SLOW), dict.fromkeys(MEMORIES, PLENTY))
+    attempts = Attempts(
+        problem.with_budget(Tier.DEVICE, 9 * MIB), SolveSettings(), lambda stage: None, None
+    )
+    attempts.try_cover(attempts.step)
+    attempts.covers = True
+    make_more_again(attempts)
+    fastest = attempts.found.fastest
+    assert fastest is not None
+    assert fastest.placement.recomputed == ("u", "v")
+    assert fastest.placement.recomputed_apart == ("v",)
+    assert fastest.placement.away == ()
+    plan = finished(attempts.problem, fastest)
+    check(attempts.problem, plan)
+    again = recomputed_ops(attempts.problem.dataflow, ("u", "v"), ("v",))
+    assert again == {
+        "add_recomputed_for_mul": "add",
+        "mul_recomputed": "mul",
+        "add_recomputed": "add",
+    }
+    assert {
+        name for name in again if name in kinds(plan, {"add": Phase.FORWARD, "mul": Phase.FORWARD})
+    } == {*again}
 
 
 def test_nothing_is_made_again_where_its_way_is_short_or_covers_do_not_lead() -> None:

@@ -108,6 +108,10 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
         target = problem.budgets[Tier.DEVICE]
         covers = [covered(problem, each, nbytes)[0] for each in found[:6] for nbytes in (target, 0)]
         placements += [*found, *covers]
+        # What is made of others that are made again, too, on copies of its own.
+        if len(names) > 1:
+            own = (replace(each, recomputed_apart=names) for each in found[:6])
+            placements += [covered(problem, each, target)[0] for each in own]
     return problem, placements
 
 

@@ -17,9 +17,11 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search import split_variants
+from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
+from cotrain_compile.regions import whole_name
 from tests.support.random_problems import PLENTY, resident_bytes
 from tests.unit.placement.test_split import head
 
@@ -56,6 +58,25 @@ def test_a_search_with_parts_is_never_slower(share: float, machine: str) -> None
     problem = problem_of(share, machine)
     whole_s = step_s(problem, replace(SETTINGS, split=False))
     assert step_s(problem, SETTINGS) <= whole_s
+
+
+def test_what_the_whole_plan_does_is_done_in_parts() -> None:
+    problem = problem_of(0.97)
+    whole = solve(problem, replace(SETTINGS, split=False))
+    (region,) = problem.dataflow.regions
+    splits = {region.name: 2}
+    parts = problem.splitting(splits).as_its_own_step()
+    plan = from_whole(parts, whole)
+    assert plan is not None
+    check(parts, plan)
+    again = {whole_name(name) for name in plan.placement.recomputed}
+    assert again == set(whole.placement.recomputed) & {
+        whole_name(name) for name in recomputable(parts.dataflow)
+    }
+    assert plan.placement.updates == whole.placement.updates
+    in_parts = replace(whole, placement=replace(whole.placement, splits=splits))
+    assert from_whole(parts, in_parts) is None
+    assert from_whole(parts.with_budget(Tier.DEVICE, 1), whole) is None
 
 
 def test_where_all_fits_nothing_is_split() -> None:
