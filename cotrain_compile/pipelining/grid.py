@@ -142,6 +142,10 @@ def _refuse_other(mesh: DeviceMesh) -> None:
             'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate")) has two '
             "stages, twice"
         )
+    if all(name in names and mesh.size(names.index(name)) > 1 for name in (TENSOR, EXPERTS)):
+        raise DistributeError(
+            f"stages are not divided along both {TENSOR} and {EXPERTS} ({mesh}); take one of these"
+        )
 
 
 def _of_experts(gradient: torch.Tensor) -> bool:
