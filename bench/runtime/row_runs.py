@@ -259,6 +259,8 @@ class Run:
         """What rank 0 is told of this one."""
         pipe = self.scaled.pipe
         sent = sum(stage.sent_bytes for stage in pipe.stages) / self.steps if pipe else 0.0
+        if pipe and pipe.gathered:
+            sent += pipe.gathered.sent_bytes / self.steps
         replicas = self.case.layout.replicate
         if pipe and replicas > 1:  # summed beside the graphs
             grads = sum(param.nbytes for param in self.scaled.parameters())

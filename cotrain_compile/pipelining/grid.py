@@ -9,8 +9,8 @@ step, and sums of gradients after the last micro-batch, in place.
 Divide: what a rank has of its stages where several share them, each a part.
 
 In: the modules of this rank's stages, cut out of a model, and the grid. Along "tensor" layers are
-split by torch's styles, along "shard" parameters rest in parts. Model and modules have the same
-parameters afterwards, as before.
+split by torch's styles, along "experts" experts, along "shard" parameters rest in parts, also of
+what is divided. The model has what rests.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.distribute.ranks import require_dtensor_steps
 from cotrain_compile.distribute.shard import shard
 from cotrain_compile.errors import DistributeError
+from cotrain_compile.pipelining.gathered import GatheredStages
 
 STAGES, REPLICATE, SHARD, TENSOR = "pipeline", "replicate", "shard", "tensor"
 EXPERTS = "experts"
@@ -46,7 +47,7 @@ class Grid:
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         """Raises `DistributeError` for a mesh that is not one of stages and what is known here."""
-        self._mesh = mesh
+        self.mesh = mesh
         self.group: Any = dist.group.WORLD
         self._places = [(rank, 0, 0) for rank in range(dist.get_world_size())]
         if mesh is not None:
@@ -70,11 +71,18 @@ class Grid:
 
     def _along(self, name: str) -> DeviceMesh | None:
         """The part of the mesh along a dimension; None where there is one rank."""
-        return self._mesh[name] if self._mesh is not None and self._size(name) > 1 else None
+        return self.mesh[name] if self.mesh is not None and self._size(name) > 1 else None
 
     def _size(self, name: str) -> int:
-        names = () if self._mesh is None else self._mesh.mesh_dim_names or ()
-        return self._mesh.size(names.index(name)) if self._mesh is not None and name in names else 1
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(name)) if self.mesh is not None and name in names else 1
+
+    def all_of_shard(self, own: bool) -> bool:
+        """Whether it is so on all ranks that have parts of the same stages."""
+        assert self.shard is not None
+        found = torch.tensor(int(own), device=self.shard.device_type)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.shard.get_group())
+        return bool(found)
 
     def of_one_replica(self, numbers: Sequence[float]) -> list[float]:
         """Of the numbers of all ranks one for each stage: those of the first pipeline."""
@@ -134,11 +142,9 @@ def _refuse_other(mesh: DeviceMesh) -> None:
             'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate")) has two '
             "stages, twice"
         )
-    divided = [n for n in (SHARD, EXPERTS, TENSOR) if n in names and mesh.size(names.index(n)) > 1]
-    if len(divided) > 1:
+    if all(name in names and mesh.size(names.index(name)) > 1 for name in (TENSOR, EXPERTS)):
         raise DistributeError(
-            f"stages are not divided along both {' and '.join(divided[:2])} ({mesh}); take one of "
-            "these, or replicas"
+            f"stages are not divided along both {TENSOR} and {EXPERTS} ({mesh}); take one of these"
         )
 
 
@@ -152,13 +158,12 @@ def _await(works: Iterable[Any]) -> None:
 
 
 def divide(
-    model: nn.Module,
     stages: Sequence[nn.Module],
     plan: StagePlan,
     grid: Grid,
     tensor_plan: Mapping[str, ParallelStyle],
 ) -> None:
-    """Leave `stages`, and `model`, this rank's part of their parameters.
+    """Leave `stages` this rank's part of their layers and experts.
 
     Raises `DistributeError` for stages that are swapped, and where nothing says what is split.
     """
@@ -180,11 +185,39 @@ def divide(
             splits = _in_stage(stage, along(tensor_plan, dimension))
             if over is not None and splits:
                 parallelize_module(stage, over, splits)
-        if grid.shard is not None:
-            shard(stage, grid.shard)
-        for name, param in stage.named_parameters():
+
+
+def share(stages: Sequence[nn.Module], grid: Grid, *, once: bool) -> GatheredStages | None:
+    """Leave each rank of a shard a part of every parameter: gathered once a step, or in each turn.
+
+    Raises `DistributeError` where it has to be in each turn and layers are divided, too.
+    """
+    if grid.shard is None or grid.mesh is None:
+        return None
+    if grid.all_of_shard(once):
+        gathered = GatheredStages(grid.shard.get_group())
+        for stage in stages:
+            gathered.add(stage, grid.mesh)
+        return gathered
+    if grid.tensor is not None or grid.experts is not None:
+        raise DistributeError(
+            "stages whose layers are divided over other ranks are gathered once a step, and those "
+            "of this rank do not fit twice whole beside what rests; raise memory_budget, or take "
+            "more stages"
+        )
+    for stage in stages:
+        shard(stage, grid.shard)
+    return None
+
+
+def hand_over(
+    model: nn.Module, stages: Sequence[nn.Module], homes: Mapping[int, nn.Parameter]
+) -> None:
+    """Let `model` have the parameters of `stages`, or where these rest, by their ids."""
+    for stage in stages:
+        for name, param in stage.named_parameters(remove_duplicate=False):
             owner, _, own = name.rpartition(".")
-            model.get_submodule(owner)._parameters[own] = param
+            model.get_submodule(owner)._parameters[own] = homes.get(id(param), param)
 
 
 def along(plan: Mapping[str, ParallelStyle], dimension: str) -> dict[str, ParallelStyle]:

@@ -11,7 +11,7 @@ them has the whole room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,9 +94,16 @@ def beside_swapped(param_bytes: Sequence[int], gradient_bytes: Sequence[int]) ->
 
 
 def turn_budgets(
-    budget: int, param_bytes: Sequence[int], held: int, *, swapped: bool = False
+    budget: int,
+    param_bytes: Sequence[int],
+    held: int,
+    *,
+    swapped: bool = False,
+    resting: int | None = None,
 ) -> TurnBudgets:
     """How `budget` is divided between stages with so many bytes of parameters each.
+
+    So many bytes are `resting` beside parameters and gradients: without, states of all of them.
 
     `held` is what enters and leaves the stages of this rank in all micro-batches, twice, since
     torch's schedules have room for each of these and for its gradient; and the buffers of modules.
@@ -112,7 +119,7 @@ def turn_budgets(
             shortfall_bytes=1 - room,
         )
     params = sum(param_bytes)
-    states = STATES_PER_PARAM * params
+    states = STATES_PER_PARAM * params if resting is None else resting
     if swapped or 2 * (2 * params + states) > room:
         alike = (room,) * len(param_bytes)
         return TurnBudgets(alike, alike, room, held, rests_on_host=True)
@@ -208,16 +215,20 @@ class StageMemory:
 
 
 def stage_memory(
-    parts: Sequence[StagePart], plan: StagePlan, options: Mapping[str, Any]
+    parts: Sequence[StagePart],
+    plan: StagePlan,
+    options: Mapping[str, Any],
+    gathered: Iterable[torch.Tensor] = (),
 ) -> StageMemory:
-    """What the turns of `parts` are compiled with; parameters are still those of the model.
+    """What the turns of `parts` are compiled with; parameters are still those of the model, or are
+    `gathered` from what these ones have.
 
     Raises `PlacementError` where what goes from stage to stage leaves nothing, `DistributeError`
     where parameters would have to leave a card.
     """
     trained = [[p for p in part.module.parameters() if p.requires_grad] for part in parts]
     trained_bytes = [sum(map(_nbytes, own)) for own in trained]
-    budgets = _budgets(parts, plan, options, trained_bytes)
+    budgets = _budgets(parts, plan, options, trained_bytes, _resting(gathered))
     if budgets is not None and plan.ahead:
         param_bytes = [sum(map(_nbytes, part.module.parameters())) for part in parts]
         budgets = budgets.less(beside_swapped(param_bytes, trained_bytes))
@@ -239,6 +250,7 @@ def _budgets(
     plan: StagePlan,
     options: Mapping[str, Any],
     param_bytes: Sequence[int],
+    resting: int | None,
 ) -> TurnBudgets | None:
     """None where the rank may take what the device has."""
     if "memory_budget" not in options:
@@ -250,7 +262,27 @@ def _budgets(
     crossing = plan.micro_batches * sum(end.nbytes for end in ends)
     buffers = {id(buffer): buffer for part in parts for buffer in part.module.buffers()}
     held = 2 * crossing + sum(map(_nbytes, buffers.values()))
-    return turn_budgets(size.of(0), param_bytes, held, swapped=plan.swapped)
+    return turn_budgets(size.of(0), param_bytes, held, swapped=plan.swapped, resting=resting)
+
+
+def _resting(gathered: Iterable[torch.Tensor]) -> int | None:
+    """Bytes of parts with their gradients and states; None where nothing is in parts."""
+    nbytes = sum(map(_nbytes, gathered))
+    return (2 + STATES_PER_PARAM) * nbytes or None
+
+
+def fit_whole(
+    parts: Sequence[StagePart], plan: StagePlan, options: Mapping[str, Any], ranks: int
+) -> bool:
+    """Whether the stages of a rank fit the device as a whole during a step, twice, beside the parts
+    that one of so many ranks has at rest."""
+    trained = [sum(_nbytes(p) for p in part.module.parameters()) for part in parts]
+    resting = (2 + STATES_PER_PARAM) * -(-sum(trained) // ranks)
+    try:
+        budgets = _budgets(parts, plan, options, trained, resting)
+    except PlacementError:
+        return False
+    return budgets is None or not budgets.rests_on_host
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

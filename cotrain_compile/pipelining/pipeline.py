@@ -23,8 +23,9 @@ from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
-from cotrain_compile.pipelining.grid import Grid, divide
-from cotrain_compile.pipelining.memory import StageMemory, stage_memory
+from cotrain_compile.pipelining.gathered import GatheredStages
+from cotrain_compile.pipelining.grid import Grid, divide, hand_over, share
+from cotrain_compile.pipelining.memory import StageMemory, fit_whole, stage_memory
 from cotrain_compile.pipelining.together import (
     StageRanks,
     compared,
@@ -57,11 +58,13 @@ class Pipeline:
         memory: StageMemory,
         ranks: StageRanks,
         grid: Grid,
+        gathered: GatheredStages | None,
     ) -> None:
         self.plan = plan
         self.stages = stages
         self.schedule = schedule
         self.memory = memory
+        self.gathered = gathered
         self._gradients = gradients
         self._ranks = ranks
         self._grid = grid
@@ -147,6 +150,8 @@ class Pipeline:
         try:
             with self._ranks.exchanges(early=early), without_dumps():
                 self._grid.send_first(self._buffers())
+                if self.gathered is not None:
+                    self.gathered.begin()
                 run(*batch, target=target, return_outputs=False, **kept)
             self.memory.leave()
             failed = next(filter(None, (stage.failed for stage in self.stages)), None)
@@ -157,6 +162,8 @@ class Pipeline:
             of_all = self._ranks.all_done(failed, [float(loss) for loss in found], early=early)
             if name == "step" and not early:
                 self._add_up()
+            if name == "eval" and self.gathered is not None:
+                self.gathered.leave()
         except BaseException:
             self._gradients.detach()
             raise
@@ -166,6 +173,8 @@ class Pipeline:
 
     def _add_up(self) -> None:
         with self._ranks.exchanges():
+            if self.gathered is not None:
+                self.gathered.scatter()
             self._grid.add_up(self._gradients.all())
 
     def begin_alike(self) -> None:
@@ -277,7 +286,12 @@ def _made(
     for part in parts:
         try_out(part, micro_batch)
     keep(model, plan.split_points, found, set(own))
-    divide(model, [part.module for part in parts], plan, grid, tensor_plan)
+    modules = [part.module for part in parts]
+    divide(modules, plan, grid, tensor_plan)
+    once = grid.shard is not None and fit_whole(parts, plan, options, grid.shard.size())
+    gathered = share(modules, grid, once=once)
+    homes = {} if gathered is None else gathered.homes
+    hand_over(model, modules, homes)
     if sequence and grid.tensor is not None:
         for part in parts:
             part.divide_tokens(grid.tensor.size())
@@ -285,16 +299,16 @@ def _made(
     device = next(model.parameters()).device
     gradients = Gradients(model)
     gradients.attach()
-    memory = stage_memory(parts, plan, options)
+    memory = stage_memory(parts, plan, options, homes.values())
     stages = []
-    for number, part in zip(own, parts, strict=True):
+    for place, (number, part) in enumerate(zip(own, parts, strict=True)):
         turns = Turns(
             part,
             loss_fn,
             1.0 / (plan.micro_batches * grid.summed),
             memory.of_forward(part),
             memory.of_backward(part),
-            memory.bring(part),
+            memory.bring(part) if gathered is None else gathered.bring(place),
         )
         turns.rehearse(micro_batch, target)
         memory.require_whole(part, turns.functions)
@@ -312,11 +326,13 @@ def _made(
             )
         )
     memory.set_up_is_done()
+    if gathered is not None:
+        gathered.leave()
     gradients.detach()
     if dist.get_world_size() > 1:
         refuse_norms_of_parts(model.parameters())
     schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
-    return Pipeline(plan, stages, schedule, gradients, memory, together, grid)
+    return Pipeline(plan, stages, schedule, gradients, memory, together, grid, gathered)
 
 
 def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:

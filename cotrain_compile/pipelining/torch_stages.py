@@ -224,7 +224,10 @@ def schedule_class(name: str, stages: int, ranks: int) -> Any:
 
 def make_schedule(name: str, stages: list[TurnStage], ranks: int, micro_batches: int) -> Any:
     """torch's schedule of the stages of this rank."""
-    cls = schedule_class(name, stages[0].num_stages, ranks)
+    count = stages[0].num_stages
+    cls = schedule_class(name, count, ranks)
+    if cls.__name__ == "Schedule1F1B" and micro_batches < count:  # torch has it for no fewer
+        cls = schedule_class("GPipe", count, ranks)
 
     def loss(entered: Entered, target: torch.Tensor) -> torch.Tensor:
         return stages[-1].loss_of(entered, target)

@@ -170,7 +170,8 @@ class Case:
 class Trained:
     """Losses of this rank's samples by step, what it has in the end, and metered peaks.
 
-    `overrun` is what it was told of a step that failed.
+    `overrun` is what it was told of a step that failed, `gathered_bytes` what it sends in a step
+    for parameters that are gathered once.
     """
 
     losses: list[float]
@@ -179,6 +180,7 @@ class Trained:
     peak_bytes: int = 0
     moves: int = 0
     overrun: str = ""
+    gathered_bytes: float = 0.0
 
 
 def model_of(case: Case, seed: int = 0) -> nn.Module:
@@ -244,7 +246,9 @@ def trained(rank: int, case: Case, fails: bool = False) -> Trained:
     steps = [cotrain_compile.inspect(function) for function in functions]
     peaks = [each.measured.peak_bytes[Tier.DEVICE] for each in steps if each.measured is not None]
     moves = sum(len(each.plan.tasks) for each in steps)
-    return Trained(losses, scaled.replica, state, held + max(peaks), moves, overrun)
+    gathered = None if scaled.pipe is None else scaled.pipe.gathered
+    sent = 0.0 if gathered is None else gathered.sent_bytes / STEPS
+    return Trained(losses, scaled.replica, state, held + max(peaks), moves, overrun, sent)
 
 
 def alone(case: Case) -> Trained:

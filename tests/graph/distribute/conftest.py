@@ -35,6 +35,12 @@ def five_ranks() -> Iterator[Ranks]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    with ranks(8) as started:
+        yield started
+
+
 @pytest.fixture
 def rank_of_four() -> Iterator[None]:
     """As `rank_of_two`, of four."""

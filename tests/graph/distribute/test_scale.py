@@ -96,6 +96,28 @@ def test_stages_whose_layers_are_split_train_as_one_process_also_after_a_failure
 
 
 @pytest.mark.long
+def test_a_shard_of_a_stage_is_gathered_and_scattered_once_a_step(four_ranks: Ranks) -> None:
+    """Each rank sends half of what it has of both, not once for each micro-batch."""
+    case = Case(Layout(pipeline=2, shard=2), stages=STAGES)
+    found = check(four_ranks, case)
+    nbytes = sum(value.nbytes for of_rank in found for value in of_rank.state.values()) / 2
+    assert sum(of_rank.gathered_bytes for of_rank in found) == 2 * nbytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layout(pipeline=2, shard=2, tensor=2), "mlp", stages=STAGES),
+        Case(Layout(pipeline=2, shard=2, experts=2), stages=replace(STAGES, micro_batch=1)),
+    ],
+    ids=lambda case: str(case.layout),
+)
+def test_stages_are_divided_in_two_ways(eight_ranks: Ranks, case: Case) -> None:
+    check(eight_ranks, case)
+
+
+@pytest.mark.long
 def test_stages_whose_layers_are_divided_by_tokens_train_as_one_process(
     four_ranks: Ranks,
 ) -> None:

@@ -62,9 +62,13 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
             "experts with unequal samples are planned and not executed yet",
         ),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
+        (
+            Layout(pipeline=2, tensor=2, experts=2),
+            "stages whose layers are divided over some ranks and experts over others are planned",
+        ),
         (Layout(2, 2, samples=(3, 1)), "replicas of a pipeline with unequal samples are planned"),
     ],
 )
 def test_what_is_not_executed_is_refused_in_words(plan: Any, told: str) -> None:
     with pytest.raises(CotrainError, match=told):
-        read_row(plan, 4)
+        read_row(plan, plan.devices if isinstance(plan, Layout) else 4)
