@@ -110,8 +110,8 @@ class _Support:
         ops = [dataflow.ops[dataflow.position[name]] for name in (*support, *group.ops)]
         own = {group.param, group.gradient, *group.states}
         own.update(name for op in ops for name in op.writes)
-        read = {name for op in ops for name in op.reads}
-        return frozenset(read - own - dataflow.pieces.wholes.keys())
+        read, pieces = {name for op in ops for name in op.reads}, dataflow.pieces.wholes
+        return frozenset(name for name in read - own if name not in pieces)
 
 
 def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[str]) -> None:
