@@ -20,11 +20,13 @@ def has_recasts(dataflow: Dataflow) -> bool:
     return any(group.recasts for group in dataflow.updates)
 
 
-@once
 def casts_once(dataflow: Dataflow) -> Dataflow:
     """The step with one copy of each parameter: the one that is made first."""
-    if not has_recasts(dataflow):
-        return dataflow
+    return _rewritten(dataflow) if has_recasts(dataflow) else dataflow
+
+
+@once
+def _rewritten(dataflow: Dataflow) -> Dataflow:
     made_at: dict[str, int] = {}
     for position, op in enumerate(dataflow.ops):
         for name in op.writes:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, assert_never
+from dataclasses import dataclass
+from functools import cached_property
+from typing import assert_never
 
-from cotrain_compile.dataflow import Dataflow, UpdateGroup
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, UpdateGroup
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.placement.op_order import Instance
-from cotrain_compile.placement.remembered import once, remembered
+from cotrain_compile.placement.remembered import Same, once, remembered
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum
 from cotrain_compile.plan import HostRegion, Placement, Task, Transfer, carried_out
 
@@ -113,41 +115,48 @@ def _made_bytes(dataflow: Dataflow) -> Mapping[str, int]:
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
     """Most bytes that the values made inside the update of `group` take at once."""
-    curve = curve_of_made(dataflow, group, inside_updates(dataflow)[group.param].made)
-    return max(curve.values(), default=0)
+    return inside_update(dataflow, group).made_bytes
 
 
-class Inside(NamedTuple):
-    """The buffers `made` by the ops of an update; when ops of it touch what they touch.
+@dataclass(frozen=True)
+class Inside:
+    """The `length` in ops of an update; when ops of it touch what they touch; what they make.
 
-    The `spans` [first, last) are in ops of the update.
+    The `spans` [first, last) are in ops of the update, `made` has bytes of what is made. All that
+    is `made` takes `made_bytes` at once, at the most.
     """
 
+    length: int
     spans: Mapping[str, tuple[int, int]]
-    made: frozenset[str]
+    made: Mapping[str, int]
+
+    @cached_property
+    def made_bytes(self) -> int:
+        return max(self.curve(self.made).values(), default=0)
+
+    def curve(self, names: Iterable[str]) -> IntervalSum:
+        """The bytes of those of `made` at each op of the update."""
+        found = IntervalSum(self.length)
+        for name in names:
+            found.add(self.made[name], *self.spans[name])
+        return found
 
 
-@once
-def inside_updates(dataflow: Dataflow) -> Mapping[str, Inside]:
-    """What is inside the update of each parameter."""
-    position, buffer, found = dataflow.position, dataflow.buffer, dict[str, Inside]()
-    for group in dataflow.updates:
-        first, last, written = dict[str, int](), dict[str, int](), set[str]()
-        for index, op_name in enumerate(group.ops):
-            op = dataflow.ops[position[op_name]]
-            written.update(op.writes)
-            for name in op.touched:
-                first.setdefault(name, index)
-                last[name] = index + 1
-        spans = {name: (first[name], last[name]) for name in first}
-        made = frozenset(name for name in written if not buffer[name].is_input)
-        found[group.param] = Inside(spans, made)
-    return found
+def inside_update(dataflow: Dataflow, group: UpdateGroup) -> Inside:
+    """What is inside the update of `group`: the same, whatever else is made of the step."""
+    ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
+    written = [dataflow.buffer[name] for op in ops for name in op.writes]
+    return _inside(group, (Same(ops), Same(written)))
 
 
-def curve_of_made(dataflow: Dataflow, group: UpdateGroup, made: Iterable[str]) -> IntervalSum:
-    """The bytes of `made` at each op of the update of `group`."""
-    curve, spans = IntervalSum(len(group.ops)), inside_updates(dataflow)[group.param].spans
-    for name in made:
-        curve.add(dataflow.buffer[name].nbytes, *spans[name])
-    return curve
+@remembered
+def _inside(group: UpdateGroup, touching: tuple[Same[Op], Same[Buffer]]) -> Inside:
+    """Of an update with these ops, which write these buffers."""
+    ops, written = touching
+    first, last = dict[str, int](), dict[str, int]()
+    for index, op in enumerate(ops):
+        for name in op.touched:
+            first.setdefault(name, index)
+            last[name] = index + 1
+    made = {buffer.name: buffer.nbytes for buffer in written if not buffer.is_input}
+    return Inside(len(ops), {name: (first[name], last[name]) for name in first}, made)

@@ -11,12 +11,25 @@ import math
 import weakref
 from collections.abc import Callable, Hashable
 from functools import wraps
+from operator import is_
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
 _ABSENT: Any = object()
+
+
+class Same(tuple[_Value, ...]):
+    """Values as a key: equal to these very objects alone, which live as long as the key does."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and len(self) == len(other) and all(map(is_, self, other))
 
 
 def remembered_last(

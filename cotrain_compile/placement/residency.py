@@ -160,9 +160,11 @@ def _params(dataflow: Dataflow) -> tuple[str, ...]:
 def low_precision_makers(dataflow: Dataflow) -> Mapping[str, tuple[str, ...]]:
     """The ops that write each low-precision copy."""
     found: dict[str, tuple[str, ...]] = dict.fromkeys(low_precision_copies(dataflow).values(), ())
-    for op in dataflow.ops:
-        for name in found.keys() & op.writes:
-            found[name] = (*found[name], op.name)
+    copies = found.keys()
+    for op in dataflow.ops if found else ():
+        if not copies.isdisjoint(op.writes):
+            for name in copies & op.writes:
+                found[name] = (*found[name], op.name)
     return found
 
 

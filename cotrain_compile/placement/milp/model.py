@@ -62,6 +62,7 @@ class Model:
         self.up_rate = self.machine.links[Lane.H2D].bytes_per_s / MIB / 1e3
         self.linear = LinearProgram()
         self._sums = 0
+        self._params_bytes = sum(decision.cluster.param_bytes for decision in space.params)
         self.params = [
             [self._choice(f"z_{c}_{s}", self._is_whole(d.cluster)) for s in range(len(d.options))]
             for c, d in enumerate(space.params)
@@ -101,7 +102,7 @@ class Model:
 
     def _is_whole(self, cluster: ParamCluster) -> bool:
         """In the relaxed version only a large parameter that is a cluster by itself is."""
-        large = cluster.param_bytes > LARGE * sum(d.cluster.param_bytes for d in self.space.params)
+        large = cluster.param_bytes > LARGE * self._params_bytes
         if cluster.param_bytes > self.large_bytes:
             return True
         return self.whole or (self.relaxed and large and len(cluster.params) == 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
-from cotrain_compile.placement.host_memory import curve_of_made, inside_updates
+from cotrain_compile.placement.host_memory import inside_update
 from cotrain_compile.placement.remembered import once
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
@@ -110,8 +110,8 @@ class _Support:
         ops = [dataflow.ops[dataflow.position[name]] for name in (*support, *group.ops)]
         own = {group.param, group.gradient, *group.states}
         own.update(name for op in ops for name in op.writes)
-        read = {name for op in ops for name in op.reads}
-        return frozenset(read - own - dataflow.pieces.wholes.keys())
+        read, pieces = {name for op in ops for name in op.reads}, dataflow.pieces.wholes
+        return frozenset(name for name in read - own if name not in pieces)
 
 
 def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[str]) -> None:
@@ -133,8 +133,8 @@ def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[st
 
 def _workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     """The most bytes that the values made inside an update take at once beyond its gradient."""
-    inside, gradient = inside_updates(dataflow)[group.param], dataflow.buffer[group.gradient]
-    curve = curve_of_made(dataflow, group, inside.made - {gradient.name})
+    inside, gradient = inside_update(dataflow, group), dataflow.buffer[group.gradient]
+    curve = inside.curve(inside.made.keys() - {gradient.name})
     if not gradient.is_passing or gradient.name not in inside.spans:
         return max(curve.values(), default=0)
     curve.add(gradient.nbytes, 0, inside.spans[gradient.name][1])

@@ -84,6 +84,7 @@ def test_the_graph_becomes_what_the_dataflow_becomes(name: str) -> None:
         placement = streamed_at_random(dataflow, rng)
         found = pieces_under(dataflow, placement)
         divided += len(found)
+        assert pieces_under(dataflow, placement) == found  # the very same, for every placement
         expected = in_pieces(dataflow, found)
         graph = update_in_pieces(step.step.copy(), schedule(problem, placement)).verify()
         again = extract(graph)

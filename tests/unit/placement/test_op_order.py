@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, UpdateGroup
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.placement.host_memory import made_by
 from cotrain_compile.placement.op_order import OpOrder, order_without
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import once, remembered_last
@@ -51,6 +52,34 @@ def plain_gaps(order: OpOrder, name: str) -> list[tuple[int, int]]:
         return [first]
     behind = [gap for gap in gaps if gap[0] >= first[1]]
     return [first, max(behind, key=work)] if behind else [first]
+
+
+def plain_made_bytes(step: Dataflow, group: UpdateGroup) -> int:
+    ops = [step.ops[step.position[name]] for name in group.ops]
+    made = {n for op in ops for n in op.writes if not step.buffer[n].is_input}
+    there = dict[str, list[int]]()
+    for index, op in enumerate(ops):
+        for name in made.intersection(op.touched):
+            there.setdefault(name, []).append(index)
+    at_once = (
+        sum(step.buffer[n].nbytes for n, at in there.items() if at[0] <= index <= at[-1])
+        for index in range(len(ops))
+    )
+    return max(at_once, default=0)
+
+
+@given(training_steps(), st.randoms(use_true_random=False))
+@examples(40)
+def test_what_is_inside_updates_is_that_of_their_own_ops(
+    step: Dataflow, rng: random.Random
+) -> None:
+    """Steps that share groups, but not what these write, are told apart."""
+    taken = {
+        n: rng.randrange(1, 1 << 20) for g in step.updates for n in g.ops if rng.random() < 0.5
+    }
+    for each in (step, step.with_workspace(taken), step):
+        for group in each.updates:
+            assert made_by(each, group) == plain_made_bytes(each, group)
 
 
 @given(training_steps(), st.randoms(use_true_random=False))
