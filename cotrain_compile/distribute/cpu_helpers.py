@@ -14,9 +14,8 @@ each in turn, brings it and gives them the sums that come back: what leaves a ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -26,9 +25,16 @@ import torch.distributed as dist
 from torch import nn
 
 from cotrain_compile.cluster.helpers import CHUNK_BYTES, sent_bytes
-from cotrain_compile.distribute.helped_rounds import Flat, Places, rounds_of
-from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of, timeout_of
+from cotrain_compile.distribute.helped_rounds import (
+    Flat,
+    Places,
+    UnderWay,
+    lost_ranks,
+    rounds_of,
+)
+from cotrain_compile.distribute.meet import LONGEST, meeting_of, timeout_of
 from cotrain_compile.distribute.ranks import calls_in_order
+from cotrain_compile.distribute.updates_ahead import MakeOptimizer, UpdatesAhead, needed_first
 from cotrain_compile.errors import DistributeError, ExchangeFailed, OptionError, RanksApart
 
 
@@ -39,24 +45,7 @@ class _Does(IntEnum):
     SUM = 1
     STOP = 2
     FAIL = 3
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """An all-to-all that has begun, with what it reads and writes; no `work` where another worker
-    of the machine brings it."""
-
-    flat: Flat
-    given: torch.Tensor
-    output: torch.Tensor
-    work: Any
-
-    def wait(self) -> torch.Tensor:
-        """What came."""
-        if self.work is not None:
-            with _lost_ranks():
-                self.work.wait()
-        return self.output
+    SUM_AHEAD = 4  # those that the next forward needs first come first
 
 
 class HelpedExchange:
@@ -78,6 +67,7 @@ class HelpedExchange:
         self.rank = dist.get_rank()
         self.sent_bytes = 0
         self._is_under_way = False
+        self._ahead: UpdatesAhead | None = None
         if self.workers % devices_a_machine:
             raise OptionError(
                 f"{self.workers} workers are not on machines of {devices_a_machine} devices each; "
@@ -166,6 +156,46 @@ class HelpedExchange:
             pass
         self._is_under_way = False
 
+    @contextmanager
+    def ahead_of_forward(self, model: nn.Module, optimizers: MakeOptimizer) -> Iterator[None]:
+        """Within it, the backward of a step's last micro-batch; the model is updated by then, or
+        when the next forward comes to each of its layers (`updates_ahead`).
+
+        `optimizers` makes one of a parameter, once; gradients are gone when it has updated. What is
+        left when the exchange ends is done then; call `finish_updates` before anything else reads
+        parameters. Raises as `beside_backward`, and `DistributeError` where a parameter was not
+        read by its own module in this forward.
+        """
+        self._refuse_helper()
+        order = needed_first(self._flats)
+        if self._ahead is None:
+            self._ahead = UpdatesAhead(model, optimizers, self._flats)
+        self._ahead.begin()
+        rounds = self._rounds(order, self._ahead.kept)
+        begun = 0
+
+        def begin_next() -> None:
+            nonlocal begun
+            if not begun:
+                self._tell(_Does.SUM_AHEAD)
+                self._is_under_way = True
+            begun += 1
+            next(rounds)
+
+        half = [flat.exchanged for flat in order[: len(order) // 2]]
+        with calls_in_order(half, begin_next):
+            yield
+        self._refuse_missing()
+        if not begun:
+            self._tell(_Does.SUM_AHEAD)
+        self._ahead.begun(rounds)
+
+    def finish_updates(self) -> None:
+        """All parameters have the updates of the last backward after it."""
+        if self._ahead is not None:
+            self._ahead.finish()
+            self._is_under_way = False
+
     def _refuse_helper(self) -> None:
         if self.helps:
             raise DistributeError("this rank is a helper: let it call serve(), and train nothing")
@@ -173,6 +203,8 @@ class HelpedExchange:
     def _refuse_missing(self) -> None:
         for flat in self._flats:
             for name, param in flat.params:
+                if self._ahead is not None and self._ahead.has_updated(param):
+                    continue
                 if param.grad is None or param.grad.layout != torch.strided:
                     raise DistributeError(
                         f"parameter {name} has no dense gradient on this rank, and all workers sum "
@@ -184,8 +216,10 @@ class HelpedExchange:
         """Sum gradients until all workers are done; called by each helper."""
         if not self.helps:
             raise DistributeError("this rank is a worker: it trains, and calls average_gradients()")
-        while self._tell(_Does.HELP) is _Does.SUM:
-            self._sum()
+        while (does := self._tell(_Does.HELP)) is not _Does.STOP:
+            order = needed_first(self._flats) if does is _Does.SUM_AHEAD else self._flats
+            for _ in self._rounds(order):
+                pass
 
     def __enter__(self) -> HelpedExchange:
         return self
@@ -197,6 +231,7 @@ class HelpedExchange:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
+            self.finish_updates()
             if not self.helps:
                 self._tell(_Does.STOP)
         elif not (isinstance(error, RanksApart | ExchangeFailed) or self._is_under_way):
@@ -211,7 +246,7 @@ class HelpedExchange:
         """What all workers do next; raises where they do different things."""
         own = torch.tensor([does])
         found = [torch.empty_like(own) for _ in range(self.workers + self.helpers)]
-        with _lost_ranks():
+        with lost_ranks():
             dist.all_gather(found, own, group=self._group)
         each = [_Does(int(value)) for value in found]
         failed = [rank for rank, other in enumerate(each) if other is _Does.FAIL]
@@ -233,25 +268,29 @@ class HelpedExchange:
         for _ in self._rounds():
             pass
 
-    def _rounds(self) -> Iterator[None]:
-        """Each begins to go, and sums of the one before come back meanwhile."""
-        before: _UnderWay | None = None
-        coming: list[_UnderWay] = []
-        for flat in self._flats:
+    def _rounds(
+        self, order: Sequence[Flat] = (), kept: Callable[[Flat], None] | None = None
+    ) -> Iterator[None]:
+        """Each begins to go, and sums of the one before come back meanwhile. `kept` is called where
+        a worker has means of one."""
+        before: UnderWay | None = None
+        coming: list[UnderWay] = []
+        for flat in order or self._flats:
             came = None if before is None else before.wait()
             going = self._to_owners(flat)
             if before is not None and came is not None:
                 coming.append(self._to_workers(before.flat, came))
                 if len(coming) > 1:
-                    self._keep(coming.pop(0))
+                    self._keep(coming.pop(0), kept)
             before = going
             yield
         assert before is not None  # a model has parameters
         coming.append(self._to_workers(before.flat, before.wait()))
         for sums in coming:
-            self._keep(sums)
+            self._keep(sums, kept)
+            yield
 
-    def _to_owners(self, flat: Flat) -> _UnderWay:
+    def _to_owners(self, flat: Flat) -> UnderWay:
         """Gradients of a round begin to go."""
         pieces = [] if self.helps else flat.pieces()
         own = torch.empty(sum(part.stop - part.start for _, _, part in pieces), dtype=flat.dtype)
@@ -262,12 +301,12 @@ class HelpedExchange:
             own[begin:end] = param.grad.flatten()[part]
             begin = end
         if self._machine is not None:
-            with _lost_ranks():
+            with lost_ranks():
                 dist.reduce(own, self._carrier(flat), group=self._machine)
         mine, to_owners = self._counts(flat)
         return self._begin(flat, own, received=mine, sent=to_owners)
 
-    def _to_workers(self, flat: Flat, came: torch.Tensor) -> _UnderWay:
+    def _to_workers(self, flat: Flat, came: torch.Tensor) -> UnderWay:
         """Sums of the gradients that came begin to go back.
 
         Terms come in the order of ranks, and each sum is made once: all workers get equal bits.
@@ -277,14 +316,14 @@ class HelpedExchange:
         total = came.view(machines, len(came) // machines).sum(0, dtype=flat.dtype)
         return self._begin(flat, total.repeat(machines), received=to_owners, sent=mine)
 
-    def _keep(self, coming: _UnderWay) -> None:
+    def _keep(self, coming: UnderWay, kept: Callable[[Flat], None] | None) -> None:
         """When sums have come a worker has their means as gradients."""
         sums = coming.wait()
         if self.helps:
             return
         sums /= self.workers
         if self._machine is not None:
-            with _lost_ranks():
+            with lost_ranks():
                 dist.broadcast(sums, self._carrier(coming.flat), group=self._machine)
         begin = 0
         with torch.no_grad():
@@ -295,6 +334,8 @@ class HelpedExchange:
                 end = begin + part.stop - part.start
                 param.grad.view(-1)[part] = sums[begin:end].to(param.grad.device)
                 begin = end
+        if kept is not None:
+            kept(coming.flat)
 
     def _counts(self, flat: Flat) -> tuple[list[int], list[int]]:
         """Elements that each worker has of what this rank sums, and each owner of this worker's."""
@@ -313,16 +354,16 @@ class HelpedExchange:
 
     def _begin(
         self, flat: Flat, given: torch.Tensor, received: list[int], sent: list[int]
-    ) -> _UnderWay:
+    ) -> UnderWay:
         output = torch.empty(sum(received), dtype=flat.dtype)
         if not self._carries(flat):
-            return _UnderWay(flat, given, output, None)
+            return UnderWay(flat, given, output, None)
         group = self._carrying[flat.number % self._places.each]
-        with _lost_ranks():
+        with lost_ranks():
             work = dist.all_to_all_single(output, given, received, sent, group=group, async_op=True)
         kept = sent[self._places.of_rank(self.rank)]
         self.sent_bytes += (sum(sent) - kept) * given.element_size()
-        return _UnderWay(flat, given, output, work)
+        return UnderWay(flat, given, output, work)
 
 
 def cpu_helpers(
@@ -359,19 +400,3 @@ def _start_equal(model: nn.Module, workers: Any) -> None:
             staged = tensor.detach().cpu().contiguous()
             dist.broadcast(staged, 0, group=workers)
             tensor.copy_(staged)
-
-
-@contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Errors of an exchange say that another rank is lost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise _lost(error) from error
-
-
-def _lost(error: BaseException) -> ExchangeFailed:
-    return ExchangeFailed(
-        f"another rank has died, hangs, or did not come to this exchange: {first_line(error)}. "
-        "Look at the first error of the other ranks; start all ranks again from a checkpoint"
-    )

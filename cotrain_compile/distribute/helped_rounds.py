@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from cotrain_compile.cluster.helpers import Chunk, Sharing, chunks_of, share
-from cotrain_compile.errors import DistributeError
+from cotrain_compile.distribute.meet import first_line
+from cotrain_compile.errors import DistributeError, ExchangeFailed
 
 # In the first half of the first round, and in the second half of the last, helpers only receive or
 # only send: with so many rounds an exchange takes an eighth longer than the planner's.
@@ -110,3 +114,37 @@ def rounds_of(
             for number, first in enumerate(range(0, len(chunks), each))
         ]
     return tuple(flats)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """An all-to-all that has begun, with what it reads and writes; no `work` where another worker
+    of the machine brings it."""
+
+    flat: Flat
+    given: torch.Tensor
+    output: torch.Tensor
+    work: Any
+
+    def wait(self) -> torch.Tensor:
+        """What came."""
+        if self.work is not None:
+            with lost_ranks():
+                self.work.wait()
+        return self.output
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Errors of an exchange say that another rank is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: BaseException) -> ExchangeFailed:
+    return ExchangeFailed(
+        f"another rank has died, hangs, or did not come to this exchange: {first_line(error)}. "
+        "Look at the first error of the other ranks; start all ranks again from a checkpoint"
+    )

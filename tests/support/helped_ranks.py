@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,38 @@ def beside_backward(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], 
     means = [tensor / exchange.workers for tensor in reduced]
     found = [param.grad for param in params if param.grad is not None]
     return found, means, [*sent, exchange.sent_bytes, exchange.planned_bytes]
+
+
+def ahead_of_forward(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Parameters after three steps whose updates are ahead of the next forward, and of one process;
+    what was sent when the second forward came to each layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    alone = copy.deepcopy(model)
+    batches = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+
+    def made(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    sent: list[int] = []
+    with cotrain_compile.cpu_helpers(model, HELPERS, chunk_bytes=64) as exchange:
+        if exchange.helps:
+            exchange.serve()
+        else:
+            for layer in model:
+                layer.register_forward_hook(lambda *_: sent.append(exchange.sent_bytes))
+            for batch in batches:
+                loss = model(batch[rank]).square().mean()
+                with exchange.ahead_of_forward(model, made):
+                    loss.backward()
+            exchange.finish_updates()
+    optimizer = made(list(alone.parameters()))
+    for batch in batches:
+        optimizer.zero_grad()
+        alone(batch.flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    found, wanted = ([p.detach() for p in each.parameters()] for each in (model, alone))
+    return found, wanted, sent[8:16]
 
 
 def trained(rank: int, folder: Path) -> Any:

@@ -41,6 +41,15 @@ def test_gradients_go_while_the_backward_makes_others(three_ranks: Ranks) -> Non
         torch.testing.assert_close(means, wanted)
 
 
+def test_a_layer_waits_for_its_own_sums_before_its_next_forward(three_ranks: Ranks) -> None:
+    """When a forward comes to its first layer, not all of the exchange before has gone."""
+    *workers, _ = three_ranks.run(helped_ranks.ahead_of_forward)
+    for found, wanted, sent in workers:
+        torch.testing.assert_close(found, wanted)
+        assert sent == sorted(sent)
+        assert sent[0] < sent[4] <= sent[-1]
+
+
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
     losses, state = trained_alone(example("cpu_helpers"), 2)
     first, second, helper = three_ranks.run(helped_ranks.trained, tmp_path)
