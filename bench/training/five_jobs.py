@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))  # type: ignore[no-any-return]
 
