@@ -24,14 +24,14 @@ from cotrain_compile.extract.updates import by_element
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.placement.pieces import Pieced, piece_name, pieces_under
-from cotrain_compile.plan import Plan
+from cotrain_compile.plan import Placement, Plan, UpdateMode
 
 aten = torch.ops.aten
 
 
 def update_in_pieces(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph in which the updates run in the pieces that the placement of `plan` has."""
-    if not plan.placement.piece_bytes:
+    if not _has_large(step, plan.placement):
         return step
     dataflow = extract(step)
     pieces = pieces_under(dataflow, plan.placement)
@@ -48,6 +48,13 @@ def update_in_pieces(step: StepGraph, plan: Plan) -> StepGraph:
         phases={**step.phases, **dict.fromkeys(names, Phase.OPTIMIZER)},
         modules={**step.modules, **modules},
     )
+
+
+def _has_large(step: StepGraph, placement: Placement) -> bool:
+    """Whether a parameter whose update is streamed is larger than a piece: in most steps none."""
+    streamed = {n for n, how in placement.updates.items() if how is UpdateMode.STREAMED}
+    values = (n.meta["val"] for n in _inputs(step) if step.input_of_node[n.name].name in streamed)
+    return bool(placement.piece_bytes) and any(v.nbytes > placement.piece_bytes for v in values)
 
 
 class _Pieces:

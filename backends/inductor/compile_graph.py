@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,6 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.codecache import FxGraphCache
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import post_grad
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,9 +62,6 @@ if TorchVersion(torch.__version__) < "2.13":
     # Of a sum that keeps its dimensions, fused with one along the others, the code of torch 2.11
     # returns what has lost them, where it is a result of the graph; that of 2.13 does not.
     ON_A_CARD["triton.mix_order_reduction"] = False
-# Whether torch ties the random ops of a graph together in their order. A result that nobody uses is
-# tied to nothing, though.
-_TIES_RANDOM_OPS = hasattr(post_grad, "_chain_random_ops_for_ordering")
 
 
 def compile_graph(
@@ -98,6 +92,11 @@ def compile_graph(
 def _prepare_and_compile(
     module: fx.GraphModule, inputs: Sequence[Any], strides: Strides | None
 ) -> Any:
+    # Most of a second to import: who compiles nothing, or finds the code, does without.
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     mode = fake_mode_of(inputs)
     with mode:
         decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
@@ -160,9 +159,20 @@ def _is_product(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is aten.mm.default
 
 
+@cache
+def _ties_random_ops() -> bool:
+    """Whether torch ties the random ops of a graph together in their order.
+
+    A result that nobody uses is tied to nothing, though.
+    """
+    from torch._inductor.fx_passes import post_grad  # takes long to import
+
+    return hasattr(post_grad, "_chain_random_ops_for_ordering")
+
+
 def may_draw_out_of_order(node: fx.Node) -> bool:
     """Whether code for a graph with `node` and other random ops may draw in another order."""
-    return is_random(node) and not (_TIES_RANDOM_OPS and node.users)
+    return is_random(node) and not (node.users and _ties_random_ops())
 
 
 def draws_other_numbers(node: fx.Node) -> bool:

@@ -54,8 +54,8 @@ def five_jobs(result: Result) -> str:
     rows.append(("all", *map(str, steps), "", ""))
     return markdown(("job", "steps, at first", "now", "processor time, at first", "now"), rows) + (
         "\nSteps are attempts, arguments, files and commands until it runs. Processor time is what "
-        "8 updates take beyond eager's with nothing on disk, the compile included; of the plan all "
-        "of it.\n"
+        "8 updates take beyond eager's on one thread, with nothing on disk, the compile included; "
+        "of the plan all of it.\n"
     )
 
 

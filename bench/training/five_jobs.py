@@ -31,6 +31,7 @@ Step = Callable[..., Any]
 Compiled = Callable[[Step], Step]
 UPDATES = 8
 WORDS, LENGTH = 256, 64
+WIDTH, HEADS = 128, 4
 
 # What jobs of these kinds took in the first trials, before 0.2.0: attempts, arguments, files and
 # commands until they ran, and processor seconds beyond eager's, where somebody has noted them.
@@ -73,27 +74,69 @@ def rows(count: int = 32) -> Any:
     return [{"input_ids": row, "labels": row} for row in torch.randint(WORDS, (count, LENGTH))]
 
 
+class Layer(nn.Module):
+    """Attention and an MLP, as GPT-2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH, bias=False) for _ in range(2)])
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norms[0](x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """Of the size of the first trial's: four layers, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(2 * WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.Sequential(*[Layer() for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 2 * WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.layers(self.tokens(tokens) + places)))  # type: ignore[no-any-return]
+
+
 def by_hand(compiled: Compiled) -> None:
     """Four micro-batches in a step, bfloat16, clipping, and a rate that is set by hand."""
-    model = language_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+    )
 
     def train_step(batches: list[Tensor]) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
         for x in batches:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = model(x).logits[:, :-1].flatten(0, 1)
-                loss = F.cross_entropy(logits.float(), x[:, 1:].flatten())
+                loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
             (loss / len(batches)).backward()
+            total = total + loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss
+        return total
 
     run = compiled(train_step)
     for number in range(UPDATES):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 + number) / UPDATES  # warms up, as there
-        run([torch.randint(WORDS, (2, LENGTH)) for _ in range(4)])
+        run([torch.randint(2 * WORDS, (2, LENGTH + 1)) for _ in range(4)])
 
 
 def by_trainer(compiled: Compiled) -> None:
@@ -172,7 +215,8 @@ JOBS: Mapping[str, Callable[[Compiled], None]] = {
     "Accelerate": by_accelerate,
     "Lightning Fabric": by_fabric,
 }
-OPTIONS: Mapping[str, Any] = {"memory_budget": "4MiB", "quiet": True}
+# As in the first trials: the model, its gradients and states take more.
+OPTIONS: Mapping[str, Any] = {"memory_budget": "6MiB", "quiet": True}
 COMMANDS = (
     "trace config.json --batch 4 --length 2048 --machine rtx4090 -o step.json",
     "solve step.json --machine rtx4090 --memory-budget 20GiB --host-memory 128GiB -o plan.json",
@@ -199,11 +243,15 @@ def _compiled(step: Step) -> Step:
 
 
 def processor_s(command: Sequence[str], folder: Path) -> float:
-    """Of a process and its children, with no cache of another one."""
+    """Of a process and its children, with no cache of another one.
+
+    With one thread each: on a busy computer others take processor time to wait for one another.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     caches = {
         "COTRAIN_CACHE_DIR": str(folder / "plans"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "code"),
+        "OMP_NUM_THREADS": "1",
     }
     environment = {**os.environ, **caches, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -237,7 +285,8 @@ def main() -> None:
         JOBS[given.job](_eager if given.side == "eager" else _compiled)
         return
     result = {}
-    for job, (steps, then_s) in THEN.items():
+    for job in [given.job] if given.job else THEN:
+        steps, then_s = THEN[job]
         now = measured(job)
         result[job] = {"then": {"steps": steps, "s": then_s}, "steps": NOW[job], "now": now}
         print(job, now, flush=True)

@@ -258,7 +258,7 @@ def test_cuda_graphs_are_refused_and_stay_off_where_the_process_has_them_on() ->
 
     with (
         inductor_config.patch(cuda_graphs),
-        mock.patch("cotrain_compile.backends.inductor.compile_graph.compile_fx_inner", note),
+        mock.patch("torch._inductor.compile_fx.compile_fx_inner", note),
     ):
         compiled_and_trained(CASES["mlp"], lowering="inductor")
     assert seen
