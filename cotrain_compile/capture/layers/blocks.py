@@ -8,7 +8,7 @@ same layer, of the one before or of the one behind, with results that look the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -217,12 +217,16 @@ def own_numbers(graph: fx.Graph, labels: Labels) -> dict[fx.Node, int]:
 
 
 def look_of_tensor(value: object) -> object:
-    """What of a tensor decides how it is lowered; of anything else, itself."""
+    """What of a tensor decides how it is lowered; of anything else, itself.
+
+    Sizes that are symbols are alike where they are the same expression: to compare their values
+    would be a guard, which nobody can make of a size that hangs on data.
+    """
     if not isinstance(value, torch.Tensor):
-        return type(value), value
+        return type(value), _expression(value)
     return (
         type(value),
-        tuple(value.shape),
+        _expressions(value.shape),
         value.dtype,
         value.device,
         value.requires_grad,
@@ -230,10 +234,19 @@ def look_of_tensor(value: object) -> object:
         value.layout,
         value.is_conj(),
         value.is_neg(),
-        (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        _expressions((*value.stride(), value.storage_offset(), value.untyped_storage().nbytes()))
         if value.layout is torch.strided
         else id(value),
     )
+
+
+def _expressions(sizes: Iterable[object]) -> tuple[object, ...]:
+    return tuple(map(_expression, sizes))
+
+
+def _expression(value: object) -> object:
+    is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return value.node.expr if is_symbol else value
 
 
 def look_before(node: fx.Node, read: object) -> object:

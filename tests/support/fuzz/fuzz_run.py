@@ -167,8 +167,17 @@ def spread_of(spec: Spec, eager: Left) -> dict[str, float]:
 
 
 def spread_of_fused(spec: Spec, eager: Left, spread: Spread) -> dict[str, float]:
-    """As `spread_of`, and how far the corrections in float64 of fused kernels may lead a run."""
+    """As `spread_of`, and how far the corrections in float64 of fused kernels may lead a run.
+
+    Under autocast a fused kernel keeps in float32 what eager rounds to bfloat16, so that it may be
+    as far from eager as a run without autocast is, in either direction: that is all there is of a
+    gradient that is none but for roundings, as that of a bias before a batch norm.
+    """
     corrected, sizes = gaps(eager, train(spec, None)), magnitudes(eager)
+    if spec.loop.autocast:
+        unrounded = train(replace(spec, loop=replace(spec.loop, autocast=False)), None)
+        for name, far in gaps(eager, unrounded).items():
+            corrected[name] += 2 * far
     return {n: corrected[n] + far + rounding(spec) * sizes[n] for n, far in spread().items()}
 
 

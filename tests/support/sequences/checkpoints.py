@@ -71,8 +71,8 @@ def go_back(training: Training, rng: random.Random) -> Any:
 
 @action
 def go_on_with_a_copy(training: Training, rng: random.Random) -> None:
-    if nn.utils.prune.is_pruned(training.model.first):
-        return  # its weight is no leaf behind a forward in eager, and torch copies leaves alone
+    if not _can_be_copied(training):
+        return
     for handle in training.hooks:
         handle.remove()
     training.hooks.clear()
@@ -83,7 +83,8 @@ def go_on_with_a_copy(training: Training, rng: random.Random) -> None:
 
 @action
 def copy_and_leave(training: Training, rng: random.Random) -> None:
-    copy.deepcopy(training.model)(training.batch()[0])
+    if _can_be_copied(training):
+        copy.deepcopy(training.model)(training.batch()[0])
 
 
 @action
@@ -94,10 +95,20 @@ def compile_anew(training: Training, rng: random.Random) -> None:
 @action
 def average(training: Training, rng: random.Random) -> None:
     if training.average is None:
+        if not _can_be_copied(training):
+            return
         training.average = torch.optim.swa_utils.AveragedModel(training.model)
     mine = [p.shape for p in training.average.module.parameters()]
     if mine == [p.shape for p in training.model.parameters()]:
         training.average.update_parameters(training.model)
+
+
+def _can_be_copied(training: Training) -> bool:
+    """Not with pruned weights: behind a forward in eager they are no leaves, which torch wants.
+
+    A compiled step leaves them without their graph.
+    """
+    return not nn.utils.prune.is_pruned(training.model.first)
 
 
 def _through_a_file(saved: Any) -> Any:

@@ -33,7 +33,8 @@ def set_setting(training: Training, rng: random.Random) -> None:
         "eps": [1e-2, 2e-2],
         "maximize": [True, False],
         "alpha": [0.99, 0.9],
-        "foreach": [True, False, None],
+        # With `compiled_corrections` eager's Adam over lists has tensors where torch takes numbers.
+        "foreach": [False, None] if "betas" in group else [True, False, None],
         "nesterov": [True, False],
     }
     known = [name for name in settings if name in group]
