@@ -13,13 +13,15 @@ meanwhile, and made twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from cotrain_compile.dataflow import Dataflow, Op, Phase
+from cotrain_compile.dataflow import Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.alike import kinds_of
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft
@@ -50,7 +52,7 @@ def make_more_again(attempts: Attempts) -> None:
     fastest = attempts.found.fastest
     if fastest is None or fastest.placement.overlap_steps or not attempts.covers:
         return
-    kinds = _Kinds(attempts.problem.dataflow)
+    kinds = _Kinds(attempts.problem)
     attempts.meter.charge(PER_OP_OF_KINDS * len(kinds.dataflow.ops))
     refused = set[_Tried]()
     while _one_round(attempts, kinds, refused):
@@ -114,8 +116,9 @@ def _try(
 class _Kinds:
     """The values of a step that may be made again, by kind."""
 
-    def __init__(self, dataflow: Dataflow) -> None:
-        self.dataflow, self.may = dataflow, recomputable(dataflow)
+    def __init__(self, problem: Problem) -> None:
+        self.dataflow, self.device_s = problem.dataflow, problem.costs.device_s
+        dataflow, self.may = self.dataflow, recomputable(self.dataflow)
         self.maker: Mapping[str, Op] = {
             name: op for op in dataflow.ops if op.phase is Phase.FORWARD for name in op.writes
         }
@@ -134,18 +137,19 @@ class _Kinds:
     def to_try(
         self, placement: Placement, least_bytes: float
     ) -> Iterator[tuple[frozenset[str], bool]]:
-        """Each kind that is worth it, and whether it is to be made apart, in the order to try."""
+        """Each kind that is worth it, and whether it is to be made apart: the cheapest first."""
         away = self.away(placement, least_bytes)
         yield from ((kind, False) for kind in away)
         again, done = frozenset(placement.recomputed), set(placement.recomputed_apart)
         made = (kind for kind in self.groups if kind <= again and not kind <= done)
-        sizes = {kind: self._twice_nbytes(kind, again) for kind in (*made, *away)}
-        large = (kind for kind, nbytes in sizes.items() if nbytes > least_bytes)
-        yield from ((kind, True) for kind in sorted(large, key=lambda kind: -sizes[kind]))
+        twice = {kind: self._twice(kind, again) for kind in (*made, *away)}
+        large = (kind for kind, (nbytes, _) in twice.items() if nbytes > least_bytes)
+        yield from ((kind, True) for kind in sorted(large, key=lambda kind: twice[kind][1]))
 
-    def _twice_nbytes(self, kind: frozenset[str], again: frozenset[str]) -> int:
-        """The most that any of a kind is made of, of what is made `again` and needed for itself."""
-        found = 0
+    def _twice(self, kind: frozenset[str], again: frozenset[str]) -> tuple[int, float]:
+        """Of what a kind is made of and is made `again`: the most bytes for any one of those that
+        others need, and the seconds of all."""
+        found, spent_s = 0, 0.0
         for last in kind:
             seen, waiting = set[str](), [last]
             while waiting:
@@ -154,7 +158,8 @@ class _Kinds:
                         seen.add(name)
                         waiting.append(name)
             found = max(found, self._nbytes(seen & self.needed))
-        return found
+            spent_s += math.fsum(self.device_s[self.maker[name].name] for name in sorted(seen))
+        return found, spent_s
 
     def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
         """The kinds with more than `least_bytes` away, that with most first.
