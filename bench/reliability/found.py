@@ -249,8 +249,8 @@ FOUND = (
         "tests/unit/data/test_fuzz_files.py",
     ),
     Found(
-        "Layers whose sizes hang on data, as rows that a norm masks, were compared by value: torch's "
-        "error about a guard.",
+        "Layers whose sizes hang on data, as rows that a norm masks, were compared by value: an "
+        "error of torch's about a guard.",
         "tests/graph/capture/test_alike_layers.py",
     ),
 )

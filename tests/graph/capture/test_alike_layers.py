@@ -299,6 +299,21 @@ def test_every_second_layer_may_be_of_another_kind(
     assert left_out == [range(3, 6)]
 
 
+class Measured(Layer):
+    """It divides by a number that hangs on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + y / (1.0 + y.detach().abs().max().item())
+
+
+def test_layers_with_numbers_that_hang_on_data_are_told_apart(left_out: list[range]) -> None:
+    """Nobody can say that two such numbers are equal."""
+    step = trace_graph(job(lambda: Model([Measured() for _ in range(LAYERS)])))
+    assert not left_out
+    assert sum(node.target is torch.ops.aten.max.default for node in step.nodes) == LAYERS
+
+
 def llama(reentrant: bool) -> Any:
     """A small model of Hugging Face's, whose layers are in checkpoints."""
     transformers = pytest.importorskip("transformers")
