@@ -85,6 +85,7 @@ SECTIONS = (
     Section("Large parameters in chunks", "pieces", tables.pieces),
     Section("States on disk", "disk", tables.disk),
     Section("The loss in parts", "split_ops", tables.split_ops),
+    Section("With parts and without", "parts", own_table("plans.parts")),
     Section("Large vocabularies", "vocabularies", own_table("plans.vocabularies")),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", tables.speculation),

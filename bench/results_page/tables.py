@@ -261,14 +261,19 @@ def disk(result: Result) -> str:
 
 
 def split_ops(result: Result) -> str:
-    """Peaks of the loss whole, by hand and in parts."""
+    """Peaks and seconds of the loss whole, by hand and in parts."""
+
+    def predicted(row: Mapping[str, Any]) -> str:
+        own_s = row.get("predicted_by_own_ops_s")
+        return f"{100 * (own_s / row['step_s'] - 1):+.1f} %" if own_s else "-"
+
     rows = [
-        (name, format_bytes(row["peak_bytes"]), f"{row['processor_s']:.2f} s")
+        (name, format_bytes(row["peak_bytes"]), f"{row['processor_s']:.2f} s", predicted(row))
         for name, row in result["steps"].items()
         if "peak_bytes" in row
     ]
     return f"A vocabulary of {result['vocabulary']:,}, {result['tokens']} tokens.\n\n" + markdown(
-        ("loss", "peak of the step", "processor time"), rows
+        ("loss", "peak of the step", "processor time", "predicted by its own ops"), rows
     )
 
 
