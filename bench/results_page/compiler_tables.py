@@ -94,12 +94,15 @@ def overhead(result: Result) -> str:
 
 
 def issue_cost(result: Result) -> str:
-    """Python of a step on a card, by plan."""
+    """Python of a step on a card, and of a task without the calls to CUDA, by plan."""
     told = "; ".join(
         f"{plan} {now['us_per_step'] / 1e3:.1f} ms for {now['tasks']} tasks"
+        + (f", {now['python_us_per_task']:.1f} µs each" if now["tasks"] else "")
         for plan, now in result["after"].items()
     )
-    return f"Python of a step, on a card that computes nothing: {told}.\n"
+    return (
+        f"Python of a step, on a card that computes nothing: {told}, without the calls to CUDA.\n"
+    )
 
 
 def small_updates(result: Result) -> str:

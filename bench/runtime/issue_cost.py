@@ -3,9 +3,9 @@
 A GPT of 6 layers is placed as for a card and run by the CUDA runtime on a card that computes
 nothing: its streams and events are numbers, each call to CUDA takes as long as `PRICES_S` says (the
 driver's calls, as published measurements have them), compiled segments return empty memory and host
-kernels return at once. What a step then takes is Python, on the step's own thread and on the
-threads of the lanes, which share one interpreter with it. What it takes to start small tasks, by
-themselves and in bundles, is measured on the emulated device (`starts`).
+kernels and casts return at once. What a step then takes, less these calls, is Python, on the step's
+own thread and on the threads of the lanes, which share one interpreter with it. What it takes to
+start small tasks, by themselves and in bundles, is measured on the emulated device (`starts`).
 
     python -m bench.runtime.issue_cost -o bench/results/issue_cost.json
 
@@ -48,10 +48,11 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
+from cotrain_compile.runtime.course import Course
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.ops import TASKS
+from cotrain_compile.runtime.ops import TASKS, Launch
 
 SIZE = Size(Shape(characters=128, context=256, width=384, layers=6, heads=6), rows=8)
 MACHINE = "h100"
@@ -61,7 +62,14 @@ ROUNDS = 60
 STUB_CALLS = 20
 COLUMNS = (
     *("tasks", "segments", "kinds", "card_calls"),
-    *("us_per_task", "us_per_segment", "us_fixed", "us_per_step", "planned_us"),
+    *(
+        "us_per_task",
+        "python_us_per_task",
+        "us_per_segment",
+        "us_fixed",
+        "us_per_step",
+        "planned_us",
+    ),
 )
 # Seconds on the calling thread, from measurements that have been published: an event recorded, a
 # stream made to wait for one, a copy given to a stream through `Tensor.copy_`.
@@ -84,6 +92,7 @@ class NullCard:
     """A card whose work takes no time and whose calls take what they are priced at."""
 
     device = torch.device("cpu")
+    cache_bytes = 0
 
     def __init__(self, prices_s: dict[str, float]) -> None:
         self._prices_s = prices_s
@@ -142,6 +151,19 @@ class NullCard:
         return 0
 
 
+class NullDevice(CudaDevice):
+    """Starts casts on the host as it would, which then do nothing."""
+
+    def _start_work(
+        self,
+        work: Callable[[], object],
+        launch: Launch,
+        course: Course,
+        fresh: Tensor | None = None,
+    ) -> None:
+        super()._start_work(work if fresh is None else _no_work, launch, course, fresh)
+
+
 @dataclass
 class Job:
     """A placed step on the null card and its tensors; `stub_s` is what its segments take."""
@@ -174,7 +196,7 @@ def new_job(policy: str, prices_s: dict[str, float]) -> Job:
     card, values = NullCard(prices_s), [_copied(value) for value in values]
     kernels = dict.fromkeys(host_kernels(placed, "captured"), _no_work)
     pool = PinnedPool(card.pin, card.unpin, lambda: 1 << 40)
-    device = CudaDevice(card, pool, 1 << 40, kernels)
+    device = NullDevice(card, pool, 1 << 40, kernels)
     job = Job(device, card, values, plan, len(cut.segments), _kinds(cut))
     code = {str(call.target): _stub(call, job) for call in _calls(cut)}
     job.step = CompiledStep(problem, plan, placed, device, LoweredStep(cut, code))
@@ -233,14 +255,16 @@ def measured(policy: str, prices_s: dict[str, float]) -> dict[str, float]:
     card_calls = {name: n - card_calls[name] for name, n in job.card.calls.items()}
     best = _least(job)
     in_tasks_s = best["task_nodes_s"] + best["lane_threads_s"]
+    calls_s = sum(prices_s[name] * n for name, n in card_calls.items())
     return {
         "parameters": len(job.plan.placement.updates),
         "tasks": job.tasks,
         "segments": job.segments,
         "kinds": job.kinds,
         "card_calls": sum(card_calls.values()),
-        "card_calls_us": 1e6 * sum(prices_s[name] * n for name, n in card_calls.items()),
+        "card_calls_us": 1e6 * calls_s,
         "us_per_task": 1e6 * in_tasks_s / job.tasks if job.tasks else 0.0,
+        "python_us_per_task": 1e6 * (in_tasks_s - calls_s) / job.tasks if job.tasks else 0.0,
         "us_per_segment": 1e6 * best["segment_nodes_s"] / job.segments,
         "us_fixed": 1e6 * best["fixed_s"],
         "us_per_step": 1e6 * best["step_s"],
