@@ -35,7 +35,7 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
     names = frozenset(plan.placement.recomputed)
     if not names:
         return step
-    # Items are taken at once: a tuple would keep them where a plan sends them away.
+    # Items are taken at once: a tuple would keep them where a plan offloads them.
     copier = _Copier(_made_again(step, names), again_name, items_at_once=True)
     for node in step.nodes:
         if node.op == "call_function" and _phase(step, node) is not Phase.FORWARD:

@@ -296,7 +296,7 @@ def _made(
             memory.of_backward(part),
             memory.bring(part),
         )
-        turns.rehearse(micro_batch, target)
+        turns.dry_run(micro_batch, target)
         memory.require_whole(part, turns.functions)
         result = torch.empty((), device="meta")
         stages.append(

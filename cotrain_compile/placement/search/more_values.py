@@ -4,9 +4,10 @@ In: the attempts so far. Out: what is faster is found there, too.
 
 Levels have what is best at some price of a byte, and cuts one value of each layer. Near the least
 memory single ops count, and a byte has no one price. There one kind of value after the other that
-leaves the device is made again instead, in all layers alike: that with most away first. What else
-leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep on the
-device is made again with it, or leaves in its place where that is smaller: of a cast, half as much.
+leaves the device is made again instead, in all layers alike: that with most offloaded first. What
+else leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep
+on the device is made again with it, or leaves in its place where that is smaller: of a cast, half
+as much.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[frozenset[str]]) 
     before = fastest = attempts.found.fastest
     assert fastest is not None
     least_bytes = TELLING * attempts.problem.budgets[Tier.DEVICE]
-    for kind in kinds.away(fastest.placement, least_bytes):
+    for kind in kinds.offloaded(fastest.placement, least_bytes):
         again = frozenset(fastest.placement.recomputed) | kinds.with_sources(kind)
         if again in refused:
             continue
@@ -80,7 +81,7 @@ def _try(attempts: Attempts, fastest: Draft, again: frozenset[str]) -> Draft | N
         fastest.placement,
         policy=name,
         recomputed=names,
-        away=tuple(each for each in fastest.placement.away if each in buffer),
+        offloaded=tuple(each for each in fastest.placement.offloaded if each in buffer),
         refetched=(),
     )
     placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
@@ -114,13 +115,13 @@ class _Kinds:
     def _nbytes(self, names: Collection[str]) -> int:
         return sum(self.dataflow.buffer[name].nbytes for name in names)
 
-    def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
-        """The kinds with more than `least_bytes` away, that with most first.
+    def offloaded(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
+        """The kinds with more than `least_bytes` offloaded, that with most first.
 
         Before all others those with smaller sources: they need next to no work.
         """
-        away = set(placement.away)
-        gone = {group: self._nbytes(away & group) for group in self.groups}
+        offloaded = set(placement.offloaded)
+        gone = {group: self._nbytes(offloaded & group) for group in self.groups}
         large = (group for group, nbytes in gone.items() if nbytes > least_bytes)
         return sorted(large, key=lambda kind: (self.with_sources(kind) != kind, -gone[kind]))
 

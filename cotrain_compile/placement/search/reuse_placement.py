@@ -3,7 +3,7 @@
 Rest on host: a plan's placement with everything that outlives the step at home on the host.
 
 In: a plan. Out: one for the same step and budgets that leaves the device empty at its end, as
-another step uses it then. What is away or made again within the step stays so; parameters are
+another step uses it then. What is offloaded or made again within the step stays so; parameters are
 fetched for their uses, and updates run on the host where they are.
 """
 
@@ -39,7 +39,7 @@ def reuse_placement(
     groups = {group.param for group in dataflow.updates}
     if set(placement.homes) != persistent or set(placement.updates) != groups:
         return None
-    away = tuple(name for name in placement.away if name in dataflow.buffer)
+    offloaded = tuple(name for name in placement.offloaded if name in dataflow.buffer)
     size = placement.layers_per_pack
     try:
         ordered = by_layer(dataflow, size)
@@ -49,9 +49,9 @@ def reuse_placement(
     again = tuple(name for name in placement.recomputed if name in may)
     reused = replace(
         placement,
-        away=away,
-        refetched=tuple(name for name in placement.refetched if name in away),
-        away_on_disk=tuple(name for name in placement.away_on_disk if name in away),
+        offloaded=offloaded,
+        refetched=tuple(name for name in placement.refetched if name in offloaded),
+        offloaded_to_disk=tuple(name for name in placement.offloaded_to_disk if name in offloaded),
         recomputed=again,
         layers_per_pack=size,
         splits=splits,
