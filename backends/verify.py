@@ -25,8 +25,8 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
+from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
 from cotrain_compile.errors import VerifyError
 from cotrain_compile.extract.extract import buffer_names, extract
@@ -56,7 +56,7 @@ class Result:
 class VerifiedStep:
     """Runs a step; its first `options.verify` steps are compared with the reference."""
 
-    def __init__(self, run: Rehearsed, step: StepGraph, options: LoweringOptions) -> None:
+    def __init__(self, run: AfterDryRun, step: StepGraph, options: LoweringOptions) -> None:
         self._run = run
         self._step = step
         self._options = options
@@ -65,17 +65,17 @@ class VerifiedStep:
 
     @property
     def compiled(self) -> CompiledStep:
-        """What ran last: a rehearsal may plan again."""
+        """What ran last: a dry run may plan again."""
         return self._run.compiled
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step. Raises `VerifyError` as the module says, and as `CompiledStep` does."""
         if not self._steps_left:
             return self._run(inputs)
-        wait_for_tails()
+        wait_for_deferred()
         start = Start.of(self._step, inputs)
         outputs = self._run(inputs)
-        wait_for_tails()
+        wait_for_deferred()
         expected = run_reference(self._step, start)
         found = _results(self._step, self.compiled.plan, self._options)
         self._results = sorted(found, key=_order(self._step.module.graph))

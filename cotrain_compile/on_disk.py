@@ -1,10 +1,10 @@
 """On disk: what of a placement rests there, and the rooms on the host that it passes through.
 
 A state that the host updates may rest in a file, and so may the parameter itself, a frozen one, a
-gradient that is kept in `.grad`, and an activation while it is away. What reads it, an update, a
-cast or a fetch, gets a piece into a room and works on it there; an update, or an offload, writes it
-back, while other pieces are read and written: the host holds a few rooms in place of all. Everybody
-who counts bytes of a plan, or carries it out, reads it here.
+gradient that is kept in `.grad`, and an activation while it is offloaded. What reads it, an update,
+a cast or a fetch, gets a piece into a room and works on it there; an update, or an offload, writes
+it back, while other pieces are read and written: the host holds a few rooms in place of all.
+Everybody who counts bytes of a plan, or carries it out, reads it here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def gradients_may_rest(dataflow: Dataflow, param: str) -> tuple[str, ...]:
 
 
 def value_may_rest(dataflow: Dataflow, name: str) -> bool:
-    """Whether the copy of a value that is away may; of one that an update reads there is none."""
+    """Whether the copy of an offloaded value may; of one that an update reads there is none."""
     buffer = dataflow.buffer[name]
     is_temporary = not (buffer.is_input or buffer.is_output or buffer.role is Role.PARAM)
     is_read = name in dataflow.read_by_updates
@@ -122,9 +122,9 @@ def read_room_bytes(dataflow: Dataflow, placement: Placement) -> int:
 
 
 def write_room_bytes(dataflow: Dataflow, placement: Placement) -> int:
-    """Of rooms for offloads, each with a piece of a kept gradient or of a value that is away."""
+    """Of rooms for offloads, each with a piece of a kept gradient or of an offloaded value."""
     kept = (name for name in _on_disk(placement) if dataflow.buffer[name].role is Role.GRADIENT)
-    return _rooms(dataflow, (*kept, *placement.away_on_disk))
+    return _rooms(dataflow, (*kept, *placement.offloaded_to_disk))
 
 
 def _rooms(dataflow: Dataflow, names: Iterable[str]) -> int:
@@ -133,7 +133,7 @@ def _rooms(dataflow: Dataflow, names: Iterable[str]) -> int:
 
 def _on_disk(placement: Placement) -> Iterator[str]:
     yield from (name for name, tier in placement.homes.items() if tier is Tier.DISK)
-    yield from placement.away_on_disk
+    yield from placement.offloaded_to_disk
 
 
 def most_room_bytes(dataflow: Dataflow) -> int:

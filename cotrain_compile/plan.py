@@ -14,7 +14,7 @@ from typing import Literal
 
 from cotrain_compile.machine import Rates, Tier
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 # What a running step is called in a trace of torch.profiler, right before its zero.
@@ -61,29 +61,28 @@ class Placement:
     device is fetched for its uses: itself, or the low-precision copy of its group, which the host
     then makes unless all are `fetched_whole`, as by systems that know of no casts. With
     `casts_once` that copy serves all uses in the step, in place of equal ones that autocast makes
-    for each micro-batch and in a checkpoint's second forward (`placement.casts`). `away` names
+    for each micro-batch and in a checkpoint's second forward (`placement.casts`). `offloaded` names
     what leaves the device in the longest gap between two uses, from forward to backward:
     activations, and such fetched weights, which are then fetched twice. Activations that are
     `refetched`, too, are gone once more, in the longest gap behind that, and come back from the
-    same copy. The copies of those that are `away_on_disk`, too, rest on disk. With `early_updates`
-    an update, wherever it runs, starts as soon as its gradient allows, otherwise after the
-    backward. With `overlap_steps` an update on the host and its weight's way back may end in the
-    next step (`Task.carried`).
-    The updates of `speculative` parameters, all on the host, begin before the values are there that
-    mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
-    backward; tasks are those of the step in which they are. Those `recomputed_apart`, too, have
-    copies of their own of what they are made of, which run once more for whoever else needs them.
-    With `layers_per_pack` above 0 its
-    micro-batches run layer by layer, in packs of so many. `splits` says in how many parts a region
-    of the step runs, by its name: everything else is said of the step in parts. Streamed updates go
-    in pieces of `piece_bytes` of the parameter where they can (`placement.pieces`); 0: as wholes.
-    `policy` is the name of the rule or solver that chose.
+    same copy. The copies of those that are `offloaded_to_disk`, too, rest on disk. With
+    `early_updates` an update, wherever it runs, starts as soon as its gradient allows, otherwise
+    after the backward. With `overlap_steps` an update on the host and its weight's way back may end
+    in the next step (`Task.deferred`). The updates of `speculative` parameters, all on the host,
+    begin before the values are there that mostly change nothing (`guesses`). `recomputed` names
+    forward values that are made again for the backward; tasks are those of the step in which they
+    are. Those `recomputed_apart`, too, have copies of their own of what they are made of, which run
+    once more for whoever else needs them. With `layers_per_pack` above 0 its micro-batches run
+    layer by layer, in packs of so many. `splits` says in how many parts a region of the step runs,
+    by its name: everything else is said of the step in parts. Streamed updates go in pieces of
+    `piece_bytes` of the parameter where they can (`placement.pieces`); 0: as wholes. `policy` is
+    the name of the rule or solver that chose.
     """
 
     policy: str
     homes: Mapping[str, Tier]
     updates: Mapping[str, UpdateMode]
-    away: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     early_updates: bool = False
     overlap_steps: bool = False
     recomputed: tuple[str, ...] = ()
@@ -93,14 +92,14 @@ class Placement:
     piece_bytes: int = 0
     refetched: tuple[str, ...] = ()
     fetched_whole: bool = False
-    away_on_disk: tuple[str, ...] = ()
+    offloaded_to_disk: tuple[str, ...] = ()
     casts_once: bool = False
     recomputed_apart: tuple[str, ...] = ()
 
     @property
     def uses_disk(self) -> bool:
         """Whether anything rests on disk, or is there for a part of a step."""
-        return bool(self.away_on_disk) or Tier.DISK in self.homes.values()
+        return bool(self.offloaded_to_disk) or Tier.DISK in self.homes.values()
 
     def is_off_device(self, name: str) -> bool:
         """Whether a persistent buffer rests on the host or on disk."""
@@ -121,9 +120,10 @@ class Transfer:
     wait for a fresh prefetch on, ops that touch `buffer` touch that copy. A `buffer` that is a
     piece is copied from, and over, its part of the whole on the host.
 
-    A task that is `carried` may end in the next step: `wait_before` is then an op of that step, and
-    never None. Only host updates and the ways back of their weights are carried. Tasks in
-    `after_previous` are carried ones of the step before, which must be done before this one starts.
+    A task that is `deferred` may end in the next step: `wait_before` is then an op of that step,
+    and never None. Only host updates and the ways back of their weights are deferred. Tasks in
+    `after_previous` are deferred ones of the step before, which must be done before this one
+    starts.
 
     Between two ops things happen in this order: all but fresh prefetches is issued, offloads are
     waited for, fresh prefetches are issued (and take their memory), the rest is waited for.
@@ -141,7 +141,7 @@ class Transfer:
     wait_before: str | None
     after: tuple[str, ...] = ()
     destination: str = ""
-    carried: bool = False
+    deferred: bool = False
     after_previous: tuple[str, ...] = ()
     bundle: str = ""
     kind: Literal["transfer"] = "transfer"
@@ -157,7 +157,7 @@ class Transfer:
             wait_before,
             self.after,
             self.destination,
-            self.carried,
+            self.deferred,
             self.after_previous,
             self.bundle,
         )
@@ -209,7 +209,7 @@ class HostRegion:
     wait_before: str | None
     after: tuple[str, ...] = ()
     makes: str = ""
-    carried: bool = False
+    deferred: bool = False
     after_previous: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     confirms: str = ""
@@ -226,7 +226,7 @@ class HostRegion:
             wait_before,
             self.after,
             self.makes,
-            self.carried,
+            self.deferred,
             self.after_previous,
             self.guesses,
             self.confirms,
@@ -387,7 +387,7 @@ class Plan:
     """A placement with its schedule.
 
     `tasks` are in the order of issue; `moved` are the ops that run elsewhere than where the step
-    has them. Where tasks are carried, `predicted` is a step in the steady state. `budgets` are the
+    has them. Where tasks are deferred, `predicted` is a step in the steady state. `budgets` are the
     bytes that each tier was allowed; `fingerprint` is that of the Dataflow it was made for. `notes`
     say in words what was asked for and not done, or done otherwise. `rates` say where those of the
     machine come from: what is predicted at guessed ones is a guess.
@@ -428,9 +428,9 @@ class Plan:
         return tuple(task for task in self.tasks if isinstance(task, HostRegion))
 
     @property
-    def carried(self) -> tuple[Task, ...]:
+    def deferred(self) -> tuple[Task, ...]:
         """The tasks that may end in the next step."""
-        return tuple(task for task in self.tasks if task.carried)
+        return tuple(task for task in self.tasks if task.deferred)
 
     @property
     def host_updates(self) -> tuple[HostRegion, ...]:

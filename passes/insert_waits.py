@@ -1,7 +1,7 @@
 """Insert the waits: the device goes on only when these tasks are done.
 
     cotrain.wait(['offload.g'], [])
-    cotrain.wait_previous(['update.w'])         for carried tasks of the step before
+    cotrain.wait_previous(['update.w'])         for deferred tasks of the step before
 
 In a gap, offloads are waited for before anything is fetched there, all else after it. What a wait
 keeps alive is filled in by `use_fetched_copies`.
@@ -24,7 +24,7 @@ def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
     gaps = Gaps(step)
     waits: dict[fx.Node, list[Task]] = {}
     for task in plan.tasks:
-        if not task.carried:
+        if not task.deferred:
             waits.setdefault(gaps.before(task.wait_before), []).append(task)
     for gap, tasks in waits.items():
         offloads = [task for task in tasks if task.is_offload]
@@ -38,7 +38,7 @@ def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
 def _wait_for_the_step_before(gaps: Gaps, plan: Plan) -> None:
     """In this step as in the next, which runs the same graph."""
     waits: dict[fx.Node, list[str]] = {}
-    for task in plan.carried:
+    for task in plan.deferred:
         waits.setdefault(gaps.before(task.wait_before), []).append(task.name)
     for gap, names in waits.items():
         with gap.graph.inserting_before(gap):

@@ -37,7 +37,7 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
     names = frozenset(plan.placement.recomputed)
     if not names:
         return step
-    # Items are taken at once: a tuple would keep them where a plan sends them away.
+    # Items are taken at once: a tuple would keep them where a plan offloads them.
     copier = _Copier(_made_again(step, names), again_name, items_at_once=True)
     copier.apart = _makers(step, frozenset(plan.placement.recomputed_apart))
     for node in step.nodes:

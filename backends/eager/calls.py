@@ -142,7 +142,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
         last_readers = {} if is_segment else readers.get(node, {})
         takes, exchanges, awaits = _takes(node, readers), is_collective(node), awaited_by(node)
-        # A rehearsal leaves such a copy out, whosever the input is.
+        # A dry run leaves such a copy out, whosever the input is.
         overwrites_input = node.target is COPY and base_of(node.args[0]).op == "placeholder"
         does_more = (
             view or is_segment or node in written or overwrites_input or takes or last_readers

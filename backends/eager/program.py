@@ -45,7 +45,7 @@ class EagerProgram:
 
     A value is freed after its last use, at once where it has none. `before_write` is called before
     each node that writes a parameter, state or buffer, or starts what does, `before_exchange`
-    before each that begins an exchange between ranks, where the step is no rehearsal; `written` has
+    before each that begins an exchange between ranks, where the step is no dry run; `written` has
     the writes of these and of all nodes before, the first `ended` of them of nodes that came to
     their end. `env` has the values at hand. Where the `room` that the plan leaves is known, small
     updates run in lock step. `fx.Interpreter` does the same at three times the cost.
@@ -81,7 +81,7 @@ class EagerProgram:
         # When a throttled network began an exchange and had brought it, by the op that begins it.
         self._brought: dict[fx.Node, tuple[float, float]] = {}
         self._device, self._meter = device, device.meter
-        self._rehearses = False
+        self._is_dry_run = False
         self._runtime: Runtime = device
         self._counts = device.counts_device
         self._before_write = before_write
@@ -120,14 +120,14 @@ class EagerProgram:
         self.written, self.ended = [], 0
 
     @with_room
-    def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
+    def run_step(self, inputs: Sequence[Any], *, dry_run: bool = False) -> Any:
         """Run the step once on `inputs`, in the order of its placeholders.
 
-        `rehearse` leaves out the nodes that write into an input, and asks no other rank. What a
+        `dry_run` leaves out the nodes that write into an input, and asks no other rank. What a
         step that failed leaves behind stays alive until `forget`.
         """
         self.begin_step()
-        self._rehearses = rehearse
+        self._is_dry_run = dry_run
         values = self.env = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
         self._runtime = current_runtime()
         mark, run_call = self._device.mark, self.run_call
@@ -165,7 +165,7 @@ class EagerProgram:
             return self._run_op(call)
         if call.rows:
             return self._run_rows(call.rows)
-        if self._rehearses and call.overwrites_input:
+        if self._is_dry_run and call.overwrites_input:
             return self.env[call.node.args[0]]  # type: ignore[index]
         if call.writes:
             self._note_writes(call)
@@ -176,11 +176,11 @@ class EagerProgram:
                 self.env.update(zip(call.together, result, strict=True))
                 return result[-1]
             return result
-        if call.exchanges and not self._rehearses:
+        if call.exchanges and not self._is_dry_run:
             self._before_exchange(call.node)
         result = self._run_op(call)
         self.ended = len(self.written)
-        if self._device.network is not None and not self._rehearses:
+        if self._device.network is not None and not self._is_dry_run:
             self._take_its_time(call, self._device.network)
         if call.takes is not None:  # items of a tuple go one by one
             source, index = call.takes
@@ -195,7 +195,7 @@ class EagerProgram:
         for row in rows:
             try:
                 given = [column(env, made) for column in row.columns]
-                if row.copies and self._rehearses and row.overwrites_input:
+                if row.copies and self._is_dry_run and row.overwrites_input:
                     results = given[0]
                 else:
                     if row.writes:
@@ -222,7 +222,7 @@ class EagerProgram:
             self._meter.hold(nbytes, Tier.DEVICE, where)
 
     def _note_writes(self, call: Call | AlikeOps) -> None:
-        if call.writes and not self._rehearses:
+        if call.writes and not self._is_dry_run:
             self._before_write()
             self.written += call.writes
 
@@ -239,7 +239,7 @@ class EagerProgram:
             raise
 
     def _carry_out(self, call: Call) -> Any:
-        instead = stand_in(call.node) if call.exchanges and self._rehearses else None
+        instead = stand_in(call.node) if call.exchanges and self._is_dry_run else None
         if instead is None:
             return call.compute(self.env)
         given: Any = fx.node.map_arg(call.node.args, self.env.__getitem__)

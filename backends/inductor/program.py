@@ -61,19 +61,19 @@ class SegmentedProgram(EagerProgram):
         is_segment = call.node.op == "call_module"
         return self._segments[str(call.node.target)].name if is_segment else super()._name(call)
 
-    def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
-        """As of `EagerProgram`; a rehearsal puts back what segments have written."""
+    def run_step(self, inputs: Sequence[Any], *, dry_run: bool = False) -> Any:
+        """As of `EagerProgram`; a dry run puts back what segments have written."""
         unknown = not self._inside_bytes and not self._device.sees_all_memory
         self._is_recording = unknown and not is_profiled()
         self._recorded: dict[fx.Node, int] = {}
-        outputs = super().run_step(inputs, rehearse=rehearse)
+        outputs = super().run_step(inputs, dry_run=dry_run)
         self._inside_bytes |= self._recorded
         return outputs
 
     def run_call(self, call: Call) -> Any:
         node = call.node
         if node.op == "call_module":
-            if not self._rehearses:
+            if not self._is_dry_run:
                 self._run_segment(call)
                 return None
             self._refuse_other_tensors(call)
@@ -146,7 +146,7 @@ class SegmentedProgram(EagerProgram):
             self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, self._name(call))
 
     def most_in_calls(self) -> list[tuple[tuple[str, ...], int]]:
-        """The ops of each segment of the last rehearsal, or op on its own, and the most bytes then.
+        """The ops of each segment of the last dry run, or op on its own, and the most bytes then.
 
         Nothing where the device has not been metered call by call.
         """

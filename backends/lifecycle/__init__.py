@@ -1,1 +1,1 @@
-"""Lifecycle: a compiled step from its rehearsal over its runs to a failure."""
+"""Lifecycle: a compiled step from its dry run over its runs to a failure."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from cotrain_compile.backends.eager.lock_step import PlannedPeak
 from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram, Measurement
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
-from cotrain_compile.backends.lifecycle.deferred import GO_ON, Tail, few, wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import GO_ON, DeferredWork, few, wait_for_deferred
 from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
 from cotrain_compile.backends.lifecycle.one_home import (
     memory_of,
@@ -37,7 +38,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device
-from cotrain_compile.runtime.emulated import rehearsing
+from cotrain_compile.runtime.emulated import in_dry_run
 from cotrain_compile.runtime.host.speculation import Gate
 from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
@@ -49,8 +50,8 @@ class CompiledStep(PlannedStep):
 
     `graph` is the placed step graph of its `plan`, `predicted` the simulator's timeline and
     `measured` that of the last step (None before the first). `lowered` has the segments that
-    Inductor compiled, None where ATen's kernels run one by one. `rehearsed_device_bytes` is the
-    peak of the device in the last rehearsal (None before it): no step takes more. `last_step_s` is
+    Inductor compiled, None where ATen's kernels run one by one. `dry_run_device_bytes` is the
+    peak of the device in the last dry run (None before it): no step takes more. `last_step_s` is
     what the last step took, from its call to its return (None before the first), `last_run_s` when
     it ended, `has_changed_something` whether it had changed a tensor of the user's when it failed.
     `step_ended` is called with the step's peak bytes by tier after each one, when all is
@@ -69,7 +70,7 @@ class CompiledStep(PlannedStep):
         super().__init__(problem, plan)
         self.graph = graph
         self.steps = 0
-        self.rehearsed_device_bytes: int | None = None
+        self.dry_run_device_bytes: int | None = None
         self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
         self.last_run_s = 0.0
         self.last_step_s: float | None = None
@@ -77,7 +78,7 @@ class CompiledStep(PlannedStep):
         self._device = device
         self._signals = HeldSignals()
         self._is_running = threading.Lock()
-        self.tail = Tail(device)
+        self.deferred = DeferredWork(device)
         self.lowered = lowered
         self._together = together
         asks = together.exchange_begins
@@ -90,11 +91,11 @@ class CompiledStep(PlannedStep):
         else:
             self._program = SegmentedProgram(lowered, device, self._signals.hold, asks)
         self._last: Measurement | None = None
-        self._carries = bool(plan.carried)
+        self._carries = bool(plan.deferred)
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
-        self._copied_inputs = _read_by_carried(graph, plan)
+        self._copied_inputs = _read_by_deferred(graph, plan)
         self._draws = bool(generators_in(graph.module.graph))
         self._gradients_on_host = [
             position
@@ -168,8 +169,8 @@ class CompiledStep(PlannedStep):
     def _run(self, inputs: list[Any]) -> Any:
         self.has_changed_something = False
         self._device.refuse_if_unusable()
-        wait_for_tails(but=self.tail)
-        self._refuse_torn(inputs)
+        wait_for_deferred(but=self.deferred)
+        self._refuse_partial(inputs)
         inputs = self._with_own_values(inputs)
         device = self._device
         if self._have_moved(inputs):
@@ -177,7 +178,7 @@ class CompiledStep(PlannedStep):
         given = ((self.graph.inputs[p].name, inputs[p]) for p, _ in self._given)
         refuse_given_in(self._written_memory, given)
         if self._together.checks_replicas:
-            self.tail.wait()
+            self.deferred.wait()
         self._together.step_begins(inputs)
         with record_function(STEP_BEGINS):
             device.start_step()
@@ -193,16 +194,18 @@ class CompiledStep(PlannedStep):
             device.take_back()
             self._program.forget()
             program = self._program
-            torn = self.tail.tear(program.written, self._named(inputs), program.ended)
-            self.has_changed_something = bool(torn or program.written)
+            left_partial = self.deferred.note_failure(
+                program.written, self._named(inputs), program.ended
+            )
+            self.has_changed_something = bool(left_partial or program.written)
             self._release_signals_quietly()
             if isinstance(error, ExchangeFailed):
-                left = torn or self._nothing_changed().rstrip(".")
-                kind = StepFailed if torn else ExchangeFailed
+                left = left_partial or self._nothing_changed().rstrip(".")
+                kind = StepFailed if left_partial else ExchangeFailed
                 raise kind(f"{str(error).rstrip('.')}. {left}. {RANKS_DIFFER}") from error
-            if torn and isinstance(error, Exception):
-                raise StepFailed(f"{str(error).rstrip('.')}. {torn}") from error
-            error.add_note(torn or self._nothing_changed())
+            if left_partial and isinstance(error, Exception):
+                raise StepFailed(f"{str(error).rstrip('.')}. {left_partial}") from error
+            error.add_note(left_partial or self._nothing_changed())
             raise
         finally:
             self.last_run_s = time.monotonic()
@@ -210,7 +213,7 @@ class CompiledStep(PlannedStep):
             device.is_at_home(outputs[position])
         self.steps += 1
         if self._carries:
-            self.tail.step_returns(self._program.written, self._named(inputs))
+            self.deferred.step_returns(self._program.written, self._named(inputs))
         self._last = Measurement(self._program, device, self._together.rank)
         self._together.step_ended()
         try:
@@ -228,26 +231,26 @@ class CompiledStep(PlannedStep):
         cards = [(n, torch.cuda.get_rng_state(n)) for n in self._device.random_state_devices()]
         return [(None, torch.get_rng_state()), *cards]
 
-    def rehearse(self, inputs: Sequence[Any], *, again: bool = False) -> None:
+    def dry_run(self, inputs: Sequence[Any], *, again: bool = False) -> None:
         """Run the step without writing anything: what it takes in memory, it takes now.
 
-        Done `again`, what the last rehearsal has left on the device counts, and what it took for a
+        Done `again`, what the last dry run has left on the device counts, and what it took for a
         while does not. Random number state is put back. Raises what goes wrong, with all tensors as
         they were.
         """
         with self._alone():
-            unprofiled(partial(self._rehearse, inputs, again=again))
+            unprofiled(partial(self._dry_run, inputs, again=again))
 
     def measure_peak(self, inputs: Sequence[Any]) -> None:
-        """Rehearse to the end whatever the device's budget is: `peak_bytes` is of the whole step.
+        """A dry run to the end whatever the device's budget is: `peak_bytes` is of the whole step.
 
         For a step that the meter has refused: an allocator of a card cannot go on.
         """
         with self._alone(), self._device.meter.without_limit(Tier.DEVICE):
-            unprofiled(partial(self._rehearse, inputs))
+            unprofiled(partial(self._dry_run, inputs))
 
     def beyond_plan(self) -> Mapping[str, int]:
-        """By op, the bytes that the last rehearsal took on the device beyond the plan.
+        """By op, the bytes that the last dry run took on the device beyond the plan.
 
         Nothing where the device was not metered op by op, as on a card.
         """
@@ -267,7 +270,7 @@ class CompiledStep(PlannedStep):
         finally:
             self._is_running.release()
 
-    def _rehearse(self, inputs: Sequence[Any], *, again: bool = False) -> None:
+    def _dry_run(self, inputs: Sequence[Any], *, again: bool = False) -> None:
         device = self._device
         device.refuse_if_unusable()
         self.bring_home(inputs)
@@ -276,10 +279,10 @@ class CompiledStep(PlannedStep):
             self._count_inputs(inputs)
             # Only its type: `devices` says which accelerators there are.
             with torch.random.fork_rng(device.random_state_devices(), device_type="cuda"):
-                with rehearsing(device):
-                    self._program.run_step(inputs, rehearse=True)
+                with in_dry_run(device):
+                    self._program.run_step(inputs, dry_run=True)
                 device.finish_step()
-            self.rehearsed_device_bytes = device.peak_bytes()[Tier.DEVICE]
+            self.dry_run_device_bytes = device.peak_bytes()[Tier.DEVICE]
         finally:
             device.drain()
             device.forget()
@@ -300,7 +303,7 @@ class CompiledStep(PlannedStep):
     def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Let `tensors` of the step rest on `tier` until its next call; those that moved."""
         with self._alone():
-            wait_for_tails()
+            wait_for_deferred()
             return self._device.rest_on(tier, tensors)
 
     def _have_moved(self, inputs: Sequence[Any]) -> bool:
@@ -315,13 +318,19 @@ class CompiledStep(PlannedStep):
         return [self._device.memory_version, *map(torch.Tensor.data_ptr, tensors)]
 
     @property
+    def rehearsed_device_bytes(self) -> int | None:
+        """The name of `dry_run_device_bytes` before 0.2."""
+        warnings.warn("it is dry_run_device_bytes now", DeprecationWarning, stacklevel=2)
+        return self.dry_run_device_bytes
+
+    @property
     def allowed_bytes(self) -> int:
         """What the step may take on the device: its budget and what no plan counts."""
         return self.plan.budgets[Tier.DEVICE] + self._device.slack_bytes
 
     @property
     def peak_bytes(self) -> Mapping[Tier, int]:
-        """The most bytes on each tier in the last step or rehearsal, also where it failed."""
+        """The most bytes on each tier in the last step or dry run, also where it failed."""
         return self._device.peak_bytes()
 
     def _count_inputs(self, inputs: Sequence[Any]) -> None:
@@ -344,19 +353,21 @@ class CompiledStep(PlannedStep):
         self._device.inputs_are_counted()
 
     def _with_own_values(self, inputs: Sequence[Any]) -> list[Any]:
-        """`inputs` with copies of what the user may change while a carried update reads it."""
+        """`inputs` with copies of what the user may change while a deferred update reads it."""
         own = list(inputs)
         for position in self._copied_inputs:
             if isinstance(own[position], torch.Tensor):
                 own[position] = own[position].clone()
         return own
 
-    def _refuse_torn(self, inputs: Sequence[Any]) -> None:
-        torn = self.tail.torn.names(self._named(inputs)) if self.tail.torn.left else []
-        if torn:
+    def _refuse_partial(self, inputs: Sequence[Any]) -> None:
+        left = (
+            self.deferred.partial.names(self._named(inputs)) if self.deferred.partial.left else []
+        )
+        if left:
             raise StepFailed(
-                f"an earlier step failed while it updated, and {len(torn)} tensors are still as it "
-                f"left them ({few(torn)}); {GO_ON}"
+                f"an earlier step failed while it updated, and {len(left)} tensors are still as it "
+                f"left them ({few(left)}); {GO_ON}"
             )
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -376,15 +387,15 @@ def _ignore(peak_bytes: Mapping[Tier, int]) -> None:
     """Nobody wants to know."""
 
 
-def _read_by_carried(graph: StepGraph, plan: Plan) -> list[int]:
-    """Positions of the inputs that a carried update reads and the user may change meanwhile.
+def _read_by_deferred(graph: StepGraph, plan: Plan) -> list[int]:
+    """Positions of the inputs that a deferred update reads and the user may change meanwhile.
 
     Such as a learning rate that is a tensor: the update takes a copy, of the value in its step.
     """
-    carried = {task.name for task in plan.carried}
+    deferred = {task.name for task in plan.deferred}
     read: set[str] = set()
     for node, call in region_calls(graph.module.graph):
-        if call.launch.task in carried:
+        if call.launch.task in deferred:
             read.update(source.name for source in node.all_input_nodes)
     written = {destination.name for _, destination, _ in writes(graph.module.graph)}
     return [

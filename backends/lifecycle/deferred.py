@@ -1,7 +1,7 @@
 """Tails: what overlapping steps have left to do when they return, and all who wait for it.
 
-A `Tail` belongs to one compiled step. While it is in flight it is known here, so that
-`wait_for_tails` finds it: called by `synchronize`, by every other compiled step, by hooks of the
+A `DeferredWork` belongs to one compiled step. While it is in flight it is known here, so that
+`wait_for_deferred` finds it: called by `synchronize`, by every other compiled step, by hooks of the
 models and optimizers, before a fork, and when the step is collected or the process ends.
 
 PartialUpdate: tensors that a failed step has left apart from the rest, and how that is said.
@@ -30,14 +30,14 @@ from cotrain_compile.runtime.lanes import Task, is_lane_thread
 # What has state that a step updates.
 Owner = nn.Module | Optimizer
 
-_in_flight: dict[int, Tail] = {}
+_in_flight: dict[int, DeferredWork] = {}
 
 
-class Tail:
-    """What one compiled step has left to do on `device`; `torn` is what a failure has left."""
+class DeferredWork:
+    """What one compiled step still has to do on `device`; `partial` is what a failure has ended."""
 
     def __init__(self, device: Device) -> None:
-        self.torn = PartialUpdate({})
+        self.partial = PartialUpdate({})
         self._device = device
         self._written: Sequence[Write] = ()
         self._tensors: Mapping[str, weakref.ref[Any]] = {}
@@ -63,7 +63,7 @@ class Tail:
             self._device.take_back()
             damage = damage_by(self._written, self._device.tasks())
             found = {name: self._tensors[name]() for name in damage.names}
-            self._torn_by({name: t for name, t in found.items() if t is not None})
+            self._note_partial({name: t for name, t in found.items() if t is not None})
             said = damage.text("The step before")
             raise StepFailed(f"{failed[0].name} failed: {failed[0].error}. {said}")
 
@@ -74,7 +74,7 @@ class Tail:
         """Wait until all is done; whether something failed is for `wait` to say."""
         self._device.drain()
 
-    def tear(self, written: Sequence[Write], tensors: Mapping[str, Any], ended: int) -> str:
+    def note_failure(self, written: Sequence[Write], tensors: Mapping[str, Any], ended: int) -> str:
         """Note what a step that failed, or the one before it, has left; in words, "" for nothing.
 
         All its tasks have ended; `written` and `tensors` are as for `step_returns`. The nodes of
@@ -85,12 +85,12 @@ class Tail:
         is_late = any(task.error is not None for task in before.values())
         late = damage_by(self._written, before) if is_late else Damage()
         own = damage_by(written, self._device.tasks(), ended)
-        self._torn_by({name: tensors[name] for name in (*late.names, *own.names)})
+        self._note_partial({name: tensors[name] for name in (*late.names, *own.names)})
         said = (late.text("The step before"), own.text("The step"))
         return ". ".join(text for text in said if text)
 
-    def _torn_by(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.torn = PartialUpdate(tensors)
+    def _note_partial(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.partial = PartialUpdate(tensors)
         self._let_go()
         self._device.forget()
 
@@ -98,15 +98,15 @@ class Tail:
         self._written, self._tensors = (), {}
 
 
-def wait_for_tails(but: Tail | None = None) -> None:
-    """Wait until no compiled step has anything left to do, not counting the tail `but`.
+def wait_for_deferred(but: DeferredWork | None = None) -> None:
+    """Wait until no compiled step has anything left to do, not counting that of `but`.
 
-    Raises `StepFailed` for the first tail that failed, when all have ended.
+    Raises `StepFailed` for the first that failed, when all have ended.
     """
     failures = []
-    for tail in [tail for tail in list(_in_flight.values()) if tail is not but]:
+    for work in [work for work in list(_in_flight.values()) if work is not but]:
         try:
-            tail.wait()
+            work.wait()
         except StepFailed as error:
             failures.append(error)
     if failures:
@@ -122,23 +122,23 @@ class Removable(Protocol):
 def _wait_before_a_fork() -> None:
     """The child has no threads to end what is in flight; what failed, the parent is told."""
     if not is_lane_thread():
-        for tail in list(_in_flight.values()):
-            tail.wait_quietly()
+        for work in list(_in_flight.values()):
+            work.wait_quietly()
 
 
 os.register_at_fork(before=_wait_before_a_fork)
 
 
-def guard_state(step: object, tail: Tail, owners: Sequence[Owner]) -> None:
-    """Let everything that reads or loads the state of `owners` wait for tails.
+def guard_state(step: object, work: DeferredWork, owners: Sequence[Owner]) -> None:
+    """Let everything that reads or loads the state of `owners` wait for it.
 
     That is `state_dict`, `load_state_dict` and, for modules, any forward outside a compiled step.
-    When `step` is collected, or the process ends, its tail is waited for and its hooks go.
+    When `step` is collected, or the process ends, what it deferred is waited for and its hooks go.
     """
     for item in owners:
         users, handles = _hooks.get(item, (0, []))
         _hooks[item] = users + 1, handles or _hooks_on(item)
-    weakref.finalize(step, _let_go, tail, [weakref.ref(item) for item in owners])
+    weakref.finalize(step, _let_go, work, [weakref.ref(item) for item in owners])
 
 
 # One set of hooks for each module and optimizer, however many steps use it: their number must not
@@ -163,19 +163,19 @@ def _hooks_on(item: Owner) -> list[Removable]:
 
 
 def _wait_first(*_: Any) -> None:
-    wait_for_tails()
+    wait_for_deferred()
 
 
 def _wait_unless_traced(*_: Any) -> None:
     if not torch.compiler.is_compiling():
-        wait_for_tails()
+        wait_for_deferred()
 
 
-def _let_go(tail: Tail, items: Iterable[weakref.ref[Owner]]) -> None:
+def _let_go(work: DeferredWork, items: Iterable[weakref.ref[Owner]]) -> None:
     if is_lane_thread():
         return  # it would wait for itself; the hooks stay, and wait when they are called
     try:
-        tail.wait()
+        work.wait()
     finally:
         for item in [item for ref in items if (item := ref()) is not None]:
             users, handles = _hooks.pop(item)

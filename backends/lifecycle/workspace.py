@@ -1,6 +1,6 @@
 """Workspace: what kernels and compiled code took of the device beyond their plan, by op.
 
-In: the problem and the plan of a step that was rehearsed, and the most bytes in each of its calls.
+In: the problem and the plan of a step that had a dry run, and the most bytes in each of its calls.
 Out: bytes by op, for the next problem of the same step.
 """
 

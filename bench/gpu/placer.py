@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.entry.compile_step import compile_step
 from cotrain_compile.extract.extract import extract
@@ -42,8 +42,8 @@ class Placer:
         self.traced_s = time.monotonic() - began
         self.dataflow = extract(self.step)
 
-    def compiled(self, **options: Any) -> Rehearsed:
-        """The step placed and compiled by these options; its first call rehearses it."""
+    def compiled(self, **options: Any) -> AfterDryRun:
+        """The step placed and compiled by these options; its first call is after a dry run."""
         asked = Options(poison=False, **options)
 
         def compile_within(
@@ -60,7 +60,7 @@ class Placer:
                 made.bring_home(inputs)
             return made
 
-        return Rehearsed(compile_within, self.values)
+        return AfterDryRun(compile_within, self.values)
 
     def plan(self, machine: Machine, policy: str, budget_bytes: int | None = None) -> Plan:
         """What `policy` makes of the step on `machine`, where nothing is run."""

@@ -21,10 +21,10 @@ from cotrain_compile.placement.recompute.regions import (
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Buffers that are made again and buffers that are away until the backward; none is both."""
+    """Buffers that are recomputed, and those offloaded until the backward; none is both."""
 
     recomputed: frozenset[str]
-    away: frozenset[str]
+    offloaded: frozenset[str]
 
 
 def interleaved(

@@ -209,8 +209,10 @@ def blocks_s(problem: Problem) -> float | None:
         for states in STATES:
             with suppress(PlacementError):
                 placement = rule(states)(dataflow)
-                made_again, away = tuple(choice.recomputed), tuple(choice.away)
-                plan = schedule(problem, replace(placement, recomputed=made_again, away=away))
+                made_again, offloaded = tuple(choice.recomputed), tuple(choice.offloaded)
+                plan = schedule(
+                    problem, replace(placement, recomputed=made_again, offloaded=offloaded)
+                )
                 check(problem, plan)
                 found.append(plan.predicted.makespan_s)
     return min(found, default=None)

@@ -3,7 +3,7 @@
 python -m bench.reliability.faults_of_ranks --times 200 --at-once 4 -o reliability_ranks.json
 
 A case starts two or three ranks over gloo and lets one of them fail: raise, leave, be killed, hang,
-or be stopped with its connections open; before the first plan, in a rehearsal, in a replan, before
+or be stopped with its connections open; before the first plan, in a dry run, in a replan, before
 or in an exchange of a later step, in a checkpoint; with each kind of model. With `--plans` it is
 trained by plans of the cluster: pipelines, swapped stages, layers of widths, CPU helpers; and fails
 before a step, in a turn, in an exchange or before an update. It holds if every other rank ends with

@@ -80,7 +80,7 @@ FOUND = (
         "tests/graph/exactness/test_fuzz_steps.py",
     ),
     Found(
-        "Updates of a layer at one place, with gradients that had been away: a KeyError.",
+        "Updates of a layer at one place, with gradients that had been offloaded: a KeyError.",
         "tests/unit/placement/test_layer_updates.py",
     ),
     Found(
@@ -133,11 +133,11 @@ FOUND = (
     ),
     Found(
         "A step compiled with Inductor took more of the device than its plan said, though no more "
-        "than the budget. What its rehearsal took is told now, and no step exceeds that.",
+        "than the budget. What its dry run took is told now, and no step exceeds that.",
         "tests/graph/backends/test_inductor.py",
     ),
     Found(
-        "A step that was planned again after a rehearsal was held to what it was planned for, "
+        "A step that was planned again after a dry run was held to what it was planned for, "
         "failed again, and was refused though it had room.",
         "tests/graph/backends/test_first_step.py",
     ),
@@ -241,7 +241,7 @@ FOUND = (
         "tests/unit/placement/test_unusual_steps.py",
     ),
     Found(
-        "A value of the forward was planned both away and made again: unsound.",
+        "A value of the forward was planned both offloaded and recomputed: unsound.",
         "tests/unit/placement/test_unusual_steps.py",
     ),
     Found(

@@ -4,8 +4,9 @@ Simulated: the 1B step of `docs/examples/llama.py`, with clipping, on machines a
 does not fit. For each policy the step by itself and the period with `overlap_steps`; where both are
 the same, overlapping is no gain and the plan does without. Measured: a clipped MLP with every
 update on the host and throttled links, seconds a step over many steps up to the end of the last
-tail, beside what the simulator predicts from a profile of the same model. One thread for each side,
-so that two cores are a device and a host; the best of several rounds, since others use the machine.
+what it defers, beside what the simulator predicts from a profile of the same model. One thread for
+each side, so that two cores are a device and a host; the best of several rounds, since others use
+the machine.
 
     python -m bench.runtime.overlap -o bench/results/overlap.json
 
@@ -83,7 +84,7 @@ def gain(alone: Plan, overlapping: Plan) -> dict[str, Any]:
     assert overlapping.report is not None
     return {
         "chosen": overlapping.placement.policy,
-        "carried": len(overlapping.carried),
+        "deferred": len(overlapping.deferred),
         "step_s": step_s,
         "period_s": period_s,
         "gain": 1 - period_s / step_s,
@@ -130,7 +131,7 @@ def measured(machine: Machine, folder: Path) -> dict[str, Any]:
     best_s = {overlap: min(values) for overlap, values in seconds.items()}
     predicted_s = {overlap: predicted(step, costs) for overlap, step in compiled.items()}
     return {
-        "carried": len(compiled[True].plan.carried),
+        "deferred": len(compiled[True].plan.deferred),
         "step_s": best_s[False],
         "period_s": best_s[True],
         "gain": 1 - best_s[True] / best_s[False],
@@ -146,7 +147,7 @@ PROFILED = ("resident", "zero-offload")
 
 
 def seconds_a_step(run: Callable[[], CompiledStep]) -> float:
-    """Mean of `STEPS` steps one after the other, the last with its tail."""
+    """Mean of `STEPS` steps one after the other, the last with what it defers."""
     run()
     began_s = time.perf_counter()
     for _ in range(STEPS):

@@ -251,12 +251,12 @@ def record(
 def described(plan: Plan) -> dict[str, Any]:
     """How parameters are kept and updated, and how many activations leave the device."""
     placement, kinds = plan.placement, kinds_of(plan)
-    away = {task.buffer for task in plan.transfers if kinds[task.name] == "activation"}
+    offloaded = {task.buffer for task in plan.transfers if kinds[task.name] == "activation"}
     return {
         "policy": placement.policy,
         "updates": Counter(mode.value for mode in placement.updates.values()),
         "weights_on_host": sum(placement.homes[p] is Tier.HOST for p in placement.updates),
-        "activations_away": len(away),
+        "activations_away": len(offloaded),
     }
 
 

@@ -174,7 +174,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def _seconds_a_step(run: Callable[[], Any]) -> float:
-    """Mean of `STEPS` steps one after the other, the last with its tail."""
+    """Mean of `STEPS` steps one after the other, the last with what it defers."""
     run()
     began_s = time.perf_counter()
     for _ in range(STEPS):

@@ -22,7 +22,7 @@ from cotrain_compile.placement.explain.sweep import (
     Case,
     Sweep,
     Tried,
-    carried,
+    carry_over,
     device_budgets,
     try_case,
     with_plans_of_slower_machines,
@@ -34,7 +34,7 @@ from cotrain_compile.support.units import Size
 def swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:
     """All points by machine and size, with what they say about one another."""
     ordered = sorted(found, key=lambda tried: (tried.point.machine, *tried.point.sizes.items()))
-    points = carried(with_plans_of_slower_machines(dataflow, ordered))
+    points = carry_over(with_plans_of_slower_machines(dataflow, ordered))
     return Sweep(dataflow.fingerprint, points, dataflow.job)
 
 

@@ -1,7 +1,7 @@
 """Agreement: ranks that train together compile the same step, by one plan, or none of them does.
 
 Every rank has to issue the same collectives in the same order. So before the first one the ranks
-compare their steps, take the plan of the first of them, and after a rehearsal decide together
+compare their steps, take the plan of the first of them, and after a dry run decide together
 whether to plan again. In every step they meet before the first collective, with the settings that
 are inputs of the step; in some, they compare the parameters that have to be the same on all. They
 talk over a group of their own, on CPUs, so that nothing of this meets a collective of a step.
@@ -73,7 +73,7 @@ _ANEW = (
 
 @dataclass(frozen=True)
 class Overshoot:
-    """By how much a rehearsal passed its plan: at its end, and where it first did.
+    """By how much a dry run passed its plan: at its end, and where it first did.
 
     `ran_out` says whether it came to no end, `beyond` what kernels took beside the plan, by op.
     """

@@ -130,7 +130,7 @@ def saved_plan(
     anew = _with_other_updates(path, plan, problem, compiled=bool(compiled))
     if anew is None:
         _refuse_another_step(path, plan, problem.dataflow)
-    if plan.carried and not options.overlap_steps:
+    if plan.deferred and not options.overlap_steps:
         raise PlanError(
             f"plan {path} lets host updates go on under the next step, which only the option "
             "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"

@@ -37,8 +37,8 @@ from cotrain_compile.backends.devices import (
 from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import Owner, guard_state
+from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.backends.lifecycle.per_shape import PerShape
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
@@ -168,7 +168,7 @@ def cotrain(
         def compile_for(sizes: Mapping[str, int], tensors: Sequence[Any]) -> Callable[..., Any]:
             compile_within = _compiler(origin, step, at(dataflow, sizes), together)
             replans = origin.options.plan is None
-            run = Rehearsed(
+            run = AfterDryRun(
                 compile_within,
                 tensors,
                 replans=replans,
@@ -242,7 +242,7 @@ def _compiler(
             compiled.step_ended = origin.live.watch(compiled.plan)
         if options.overlap_steps:
             owners = [owner for ref in origin.owners if (owner := ref()) is not None]
-            guard_state(compiled, compiled.tail, owners)
+            guard_state(compiled, compiled.deferred, owners)
         register(compiled, origin)
         _dump(step, compiled, origin)
         return compiled

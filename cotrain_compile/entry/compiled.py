@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
 from cotrain_compile.capture.dynamo.hook import frame_objects
 from cotrain_compile.capture.dynamo.settings import FrameObjects
 from cotrain_compile.errors import CotrainError
@@ -133,7 +133,7 @@ def synchronize() -> None:
     A step is complete when it returns, but for what the option `overlap_steps` lets go on under the
     next one. Raises `StepFailed` where that failed; it says what is left of the parameters.
     """
-    wait_for_tails()
+    wait_for_deferred()
 
 
 def last_run(origin: Origin) -> CompiledStep | None:

@@ -83,7 +83,7 @@ def copies_its_input(node: fx.Node) -> bool:
 def stand_in(node: fx.Node) -> Callable[..., Any] | None:
     """What makes a result as large as that of a collective and asks no other rank; None: nothing.
 
-    For a rehearsal, which a rank may have to end where others go on.
+    For a dry run, which a rank may have to end where others go on.
     """
     return _STAND_INS.get(_name(node))
 

@@ -192,8 +192,8 @@ class StageMemory:
         for function in functions:
             step = inspect(function)
             dataflow, homes = step.problem.dataflow, step.plan.placement.homes
-            away = {b.name: b.nbytes for b in dataflow.buffers if b.role is Role.PARAM}
-            missing = sum(n for name, n in away.items() if homes.get(name) is Tier.HOST)
+            offloaded = {b.name: b.nbytes for b in dataflow.buffers if b.role is Role.PARAM}
+            missing = sum(n for name, n in offloaded.items() if homes.get(name) is Tier.HOST)
             if missing:
                 beside = ", and the next one beside it" if self.swaps.ahead else ""
                 raise PlacementError(

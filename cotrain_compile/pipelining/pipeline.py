@@ -310,7 +310,7 @@ def _made(
             memory.of_backward(part),
             memory.bring(part) if gathered is None else gathered.bring(place),
         )
-        turns.rehearse(micro_batch, target)
+        turns.dry_run(micro_batch, target)
         memory.require_whole(part, turns.functions)
         result = torch.empty((), device="meta")
         stages.append(

@@ -98,7 +98,7 @@ class Turns:
             loss: torch.Tensor = self._judged(received, target, *batch)
         return loss
 
-    def rehearse(self, batch: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    def dry_run(self, batch: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Compile the turns of a step with a micro-batch of made-up activations, and undo it."""
         enters, leaves = self.part.enters, self.part.leaves
         received = None if enters is None else enters.full(0.0)

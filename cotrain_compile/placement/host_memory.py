@@ -52,19 +52,19 @@ def left_on_host(
 ) -> Iterator[Instance]:
     """The copies that tasks leave on the host, from their issue to the last wait for a reader.
 
-    Nobody waits for a cast but who reads what it makes. What a carried task reads is there until it
-    has, in the next step: at any time in both.
+    Nobody waits for a cast but who reads what it makes. What a deferred task reads is there until
+    it has, in the next step: at any time in both.
     """
     dataflow = program.dataflow
     made: dict[str, tuple[int, int]] = {}
-    carried: set[str] = set()
-    on_disk = set(placement.away_on_disk)
+    deferred: set[str] = set()
+    on_disk = set(placement.offloaded_to_disk)
     for task in tasks:  # in order of issue: a copy comes before its readers
         first, wait = max(0, program.issue_slot(task)), program.wait_slot(task) + 1
         for name in _read_on_host(dataflow, task):
             if name in made:
                 made[name] = made[name][0], max(wait, made[name][1])
-                carried |= {name} if task.carried else set()
+                deferred |= {name} if task.deferred else set()
         match task:
             case Transfer():
                 rests = placement.is_off_device(task.buffer) or task.buffer in on_disk
@@ -77,7 +77,7 @@ def left_on_host(
             made[name] = first, wait if task.is_offload else first + 1
     for name, (first, last) in made.items():
         yield Instance(dataflow.buffer[name], first, last)
-    for name in carried:
+    for name in deferred:
         yield Instance(dataflow.buffer[name], 0, program.end + 1)
 
 

@@ -121,7 +121,7 @@ class OpOrder:
         return [slot for slot, op in enumerate(self.ops) if op.phase is Phase.BACKWARD]
 
     @cached_property
-    def _gaps_away(self) -> dict[str, tuple[Gap, ...]]:
+    def _offloaded_gaps(self) -> dict[str, tuple[Gap, ...]]:
         return {}
 
     def longest_gap(self, touched: Sequence[int]) -> Gap | None:
@@ -143,14 +143,14 @@ class OpOrder:
         behind = touched[bisect_left(touched, first[1]) :]
         return [(a, b) for a, b in pairwise(behind) if b > a + 1]
 
-    def gaps_away(self, name: str) -> tuple[Gap, ...]:
+    def offloaded_gaps(self, name: str) -> tuple[Gap, ...]:
         """The longest gap of a buffer, and the longest one behind it, as far as there are any."""
-        if name not in self._gaps_away:
+        if name not in self._offloaded_gaps:
             first = self.longest_gap(self.touches.get(name, ()))
             behind = self.gaps_behind(name, first) if first is not None else []
             second = sorted(behind, key=lambda gap: -self._work_in(gap))[:1]
-            self._gaps_away[name] = (first, *second) if first is not None else ()
-        return self._gaps_away[name]
+            self._offloaded_gaps[name] = (first, *second) if first is not None else ()
+        return self._offloaded_gaps[name]
 
     def _work_in(self, gap: Gap) -> float:
         return self.work[gap[1]] - self.work[gap[0] + 1]

@@ -98,7 +98,11 @@ def pieces_under(dataflow: Dataflow, placement: Placement) -> tuple[Pieced, ...]
 
 
 def _pieces_under(dataflow: Dataflow, placement: Placement) -> Iterator[Pieced]:
-    away, homes, used = set(placement.away), placement.homes, _used_outside(dataflow, None)
+    offloaded, homes, used = (
+        set(placement.offloaded),
+        placement.homes,
+        _used_outside(dataflow, None),
+    )
     for group in dataflow.updates:
         streamed = placement.updates.get(group.param) is UpdateMode.STREAMED
         if not streamed or not may_go_in_pieces(dataflow, group):
@@ -108,7 +112,7 @@ def _pieces_under(dataflow: Dataflow, placement: Placement) -> Iterator[Pieced]:
         fetched = {name for name in group.states if homes.get(name) is Tier.HOST}
         fetched |= {group.param} if homes.get(group.param) is Tier.HOST else set()
         fetched -= {group.param} & used
-        fetched |= {group.gradient} & away
+        fetched |= {group.gradient} & offloaded
         fetched = {n for n in fetched if dataflow.buffer[n].nbytes >= group.elements}
         if len(bounds) > 2 and fetched:
             yield _pieced(dataflow, (group.param, bounds, frozenset(fetched)))

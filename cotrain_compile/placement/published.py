@@ -70,15 +70,15 @@ EVERY_RULE = (*RULES, *PUBLISHED)
 
 
 def _fetched_twice(dataflow: Dataflow, placement: Placement) -> Placement:
-    """With every fetched weight away between the forward and the backward where it can be."""
+    """With every fetched weight offloaded between the forward and the backward where it can be."""
     program = device_program(dataflow, placement)
     touches, order = program.touches, program.order
-    away = [
+    offloaded = [
         fetched
         for fetched in program.fetched.values()
         if order.longest_gap(touches.get(fetched, ())) is not None
     ]
-    return replace(placement, away=tuple(away))
+    return replace(placement, offloaded=tuple(offloaded))
 
 
 def _is_kept(dataflow: Dataflow, cast: str) -> bool:

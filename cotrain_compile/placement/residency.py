@@ -85,8 +85,8 @@ class DeviceProgram:
         return -1 if task.issue_after is None else self.slot[task.issue_after]
 
     def wait_slot(self, task: Task) -> int:
-        """Slot of the op that `task` is waited for before; the end of its step if it is carried."""
-        if task.wait_before is None or task.carried:
+        """Slot of the op that `task` is waited for before; the end of its step if deferred."""
+        if task.wait_before is None or task.deferred:
             return self.end
         return self.slot[task.wait_before]
 
@@ -98,9 +98,9 @@ def device_program(
     groups = tuple(g for g in dataflow.updates if placement.updates[g.param] in HOST_MODES)
     fetched = fetched_buffers(dataflow, placement)
     makers = low_precision_makers(dataflow) if fetched else {}
-    away = {name for group in groups for name in group.ops}
-    away.update(op for param, copy in fetched.items() if copy != param for op in makers[copy])
-    left_out = frozenset(away)
+    offloaded = {name for group in groups for name in group.ops}
+    offloaded.update(op for param, copy in fetched.items() if copy != param for op in makers[copy])
+    left_out = frozenset(offloaded)
     order = _reordered(dataflow, order_without(dataflow, left_out), moved)
     return DeviceProgram(dataflow, order, groups, fetched, left_out)
 

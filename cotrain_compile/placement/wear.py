@@ -79,7 +79,7 @@ def _of_gradients(plan: Plan) -> Iterator[int]:
 
 
 def _of_values(plan: Plan) -> Iterator[int]:
-    values = set(plan.placement.away_on_disk)
+    values = set(plan.placement.offloaded_to_disk)
     yield from (t.nbytes for t in _offloads(plan) if t.buffer in values)
 
 

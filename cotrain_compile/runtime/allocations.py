@@ -29,7 +29,7 @@ def unprofiled(run: Callable[[], Result]) -> Result:
     if not is_profiled():
         return run()
     context = copy_context()
-    with ThreadPoolExecutor(1, "cotrain-rehearsal") as thread:
+    with ThreadPoolExecutor(1, "cotrain-dry run") as thread:
         return thread.submit(lambda: context.run(run)).result()
 
 

@@ -2,7 +2,7 @@
 
 A `Device` carries out the tasks of a placed step on lanes (one thread for each direction of the
 link, one or more for the host), remembers which of them ran, and says when and with how much
-memory. `emulated.rehearsing` is the same without the writes that the user would see.
+memory. `emulated.in_dry_run` is the same without the writes that the user would see.
 """
 
 from __future__ import annotations

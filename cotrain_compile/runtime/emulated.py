@@ -6,7 +6,7 @@ until the copy is done, so that it shows as a wrong number and not as luck. With
 take as long as the machine's links say, and exchanges with other ranks as long as `network_s` has
 for them. `poison` can be left out to measure times.
 
-Rehearsing: a device that runs a step without writing what the user holds.
+Dry run: a device that runs a step without writing what the user holds.
 
 In: a device. Out: within the context, this package's ops take and free its memory and start what
 writes to fresh tensors; of the rest they note that it came.
@@ -211,16 +211,16 @@ def _leave(destination: torch.Tensor) -> None:
 
 
 @contextmanager
-def rehearsing(device: Device) -> Iterator[None]:
+def in_dry_run(device: Device) -> Iterator[None]:
     """Within it, this package's ops run on `device` but write nothing that the user holds.
 
     Memory is taken and freed, and copies into fresh tensors run, as in the step itself.
     """
-    with running_on(_Rehearsal(device)):
+    with running_on(_DryRun(device)):
         yield
 
 
-class _Rehearsal(Runtime):
+class _DryRun(Runtime):
     """Starts what writes to nothing that was there before; of the rest, notes that it came."""
 
     def __init__(self, device: Device) -> None:

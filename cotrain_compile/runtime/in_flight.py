@@ -15,7 +15,7 @@ POLLS = 10
 
 
 class InFlight:
-    """Tasks by name: of this step, and of the one before, whose carried tasks go on beside it."""
+    """Tasks by name: of this step, and of the one before, whose deferred tasks go on beside it."""
 
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None

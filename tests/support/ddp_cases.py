@@ -208,14 +208,14 @@ def with_different_budgets(rank: int) -> tuple[Any, Any]:
 
 def with_one_rank_out_of_memory(rank: int) -> tuple[int, bool, Any]:
     """What a rank planned for and whether it moves anything; the second one had too little."""
-    rehearse, calls = CompiledStep.rehearse, itertools.count()
+    dry_run, calls = CompiledStep.dry_run, itertools.count()
 
-    def rehearse_once(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
-        rehearse(self, inputs, again=again)
+    def dry_run_once(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
+        dry_run(self, inputs, again=again)
         if rank == 1 and next(calls) == 0:
             raise OutOfDeviceMemory("for once there is too little", tier=Tier.DEVICE)
 
     told = pytest.warns(UserWarning, match="it is planned again")
-    with mock.patch.object(CompiledStep, "rehearse", rehearse_once), told:
+    with mock.patch.object(CompiledStep, "dry_run", dry_run_once), told:
         plan = train(Case("sgd"), rank, {"policy": "greedy"}).compiled.plan
     return plan.predicted.peak_bytes[Tier.DEVICE], bool(plan.tasks), plan.placement

@@ -49,7 +49,7 @@ class Setting:
     training: str
     modes: tuple[UpdateMode, ...]
     weights_on_host: bool = False
-    away: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     early: bool = False
 
     def placement(self) -> Placement:
@@ -69,7 +69,7 @@ class Setting:
             base,
             homes={**base.homes, **dict.fromkeys(on_host, Tier.HOST)},
             updates=modes,
-            away=self.away,
+            offloaded=self.offloaded,
             early_updates=self.early,
         )
 
@@ -80,12 +80,12 @@ SETTINGS = {
     "streamed weights": Setting("autocast", (STREAMED,), weights_on_host=True),
     "host": Setting("clipped", (HOST,)),
     "host streamed": Setting("autocast", (HOST_STREAMED,)),
-    "activations": Setting("clipped", (RESIDENT,), away=("addmm", "native_layer_norm.0")),
+    "activations": Setting("clipped", (RESIDENT,), offloaded=("addmm", "native_layer_norm.0")),
     "all": Setting(
         "autocast-unclipped",
         (HOST, STREAMED, HOST_STREAMED, RESIDENT),
         weights_on_host=True,
-        away=("addmm", "gelu"),
+        offloaded=("addmm", "gelu"),
         early=True,
     ),
 }
@@ -185,7 +185,7 @@ def check_left(trial: Trial, compiled: CompiledStep, name: str, error: BaseExcep
         listed = re.findall(r"(?:of the rest|half written) \((.*?)\)", said)
         named = {item for names in listed for item in names.split(", ")}
         assert changed <= named or "..." in named
-        assert changed <= set(compiled.tail.torn.left)
+        assert changed <= set(compiled.deferred.partial.left)
         with pytest.raises(StepFailed, match=r"an earlier step failed .* load the last checkpoint"):
             trial.take_step()
         assert trial.changed_since(first) == changed

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cotrain_compile
 from cotrain_compile.backends.eager.program import EagerProgram
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.entry import compile_step as compiling
 from cotrain_compile.errors import CotrainError, OutOfDeviceMemory
 from cotrain_compile.extract.extract import extract
@@ -45,7 +45,7 @@ from tests.support.ranks import free_port
 HOWS = ("raise", "exit", "kill", "hang", "stop")
 PLACES = (
     "before the first plan",
-    "in a rehearsal",
+    "in a dry run",
     "in a replan",
     "before an exchange",
     "after an exchange began",
@@ -223,13 +223,13 @@ def _faulty(fault: Fault, rank: int, pipe: Connection) -> Iterator[None]:
     match fault.place:
         case "before the first plan":
             patch = mock.patch.object(compiling, "extract", first(extract))
-        case "in a rehearsal":
-            patch = mock.patch.object(CompiledStep, "rehearse", first(CompiledStep.rehearse))
+        case "in a dry run":
+            patch = mock.patch.object(CompiledStep, "dry_run", first(CompiledStep.dry_run))
         case "in a replan":
             patch = mock.patch.multiple(
-                Rehearsed,
+                AfterDryRun,
                 _out_of_memory=_short_of_memory,
-                _plans_again=first(Rehearsed._plans_again),
+                _plans_again=first(AfterDryRun._plans_again),
             )
         case "in a checkpoint":
             write = first(FileSystemWriter.write_data)
@@ -267,7 +267,7 @@ def fail_by(how: str, timeout_s: float) -> None:
             time.sleep(3 * timeout_s + PATIENCE_S)
 
 
-def _short_of_memory(self: Rehearsed, inputs: Any) -> Exception:
+def _short_of_memory(self: AfterDryRun, inputs: Any) -> Exception:
     del self, inputs
     return OutOfDeviceMemory("a rank has too little", tier=Tier.DEVICE)
 
@@ -280,12 +280,12 @@ def _at_exchange(number: int, after: bool, fail: Callable[[], None]) -> dict[str
     wanted, seen, steps = (is_wait if after else is_collective), itertools.count(), [0]
     run_step, carry_out = EagerProgram.run_step, EagerProgram._carry_out
 
-    def run(self: EagerProgram, inputs: Any, *, rehearse: bool = False) -> Any:
-        steps[0] += not rehearse
-        return run_step(self, inputs, rehearse=rehearse)
+    def run(self: EagerProgram, inputs: Any, *, dry_run: bool = False) -> Any:
+        steps[0] += not dry_run
+        return run_step(self, inputs, dry_run=dry_run)
 
     def carry(self: EagerProgram, call: Any) -> Any:
-        in_the_middle = not self._rehearses and steps[0] == FAULTY_STEP
+        in_the_middle = not self._is_dry_run and steps[0] == FAULTY_STEP
         if in_the_middle and wanted(call.node) and next(seen) == number:
             fail()
         return carry_out(self, call)

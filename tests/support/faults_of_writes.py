@@ -147,7 +147,7 @@ def check_told(trial: Trial, compiled: CompiledStep, name: str, error: Exception
     updated = _listed(r"its forward has updated ([^;\n]*?)(?:;|\.?$|\.?\n)", said)
     assert not ahead & half
     left = _states(trial, first, second)
-    assert {n for n, state in left.items() if state == "torn"} <= half | updated
+    assert {n for n, state in left.items() if state == "partial"} <= half | updated
     assert {n for n, state in left.items() if state == "second"} <= ahead | half | updated
     assert all(left.get(n) in ("second", "same") for n in ahead)
     assert (NOTHING_CHANGED in said) is not bool(ahead or half)
@@ -166,7 +166,7 @@ def _listed(pattern: str, said: str) -> set[str]:
 
 
 def _states(trial: Trial, first: list[Any], second: list[Any]) -> Mapping[str, str]:
-    """Of each tensor but the batch: as after the first or second step, both alike, or "torn"."""
+    """Of each tensor but the batch: as after the first or second step, both alike, or "partial"."""
     states = {}
     items = trial.step.step.inputs
     for item, value, one, two in zip(items, trial.inputs, first, second, strict=True):
@@ -174,5 +174,5 @@ def _states(trial: Trial, first: list[Any], second: list[Any]) -> Mapping[str, s
             continue
         was, will = torch.equal(value, one), torch.equal(value, two)
         whole = {(True, True): "same", (True, False): "first", (False, True): "second"}
-        states[item.name] = whole.get((was, will), "torn")
+        states[item.name] = whole.get((was, will), "partial")
     return states

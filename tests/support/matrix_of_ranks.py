@@ -117,7 +117,7 @@ def _compiled(rank: int, training: Training, options: Mapping[str, object]) -> T
     torch._dynamo.reset()
     with warnings.catch_warnings():
         # A kernel that takes a few bytes for itself passes a plan of few kilobytes.
-        warnings.filterwarnings("ignore", "cotrain: a rehearsal", UserWarning)
+        warnings.filterwarnings("ignore", "cotrain: a dry run", UserWarning)
         return train(rank, replace(training, options=options))
 
 

@@ -24,8 +24,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"{name} = home(host)"
     for param, mode in placement.updates.items():
         yield f"{param} = update({mode})"
-    for name in placement.away:
-        yield f"{name} = away()"
+    for name in placement.offloaded:
+        yield f"{name} = offloaded()"
     for name in placement.recomputed:
         yield f"{name} = recompute()"
     if placement.layers_per_pack:

@@ -126,8 +126,8 @@ def _timing(task: Task) -> Iterator[str]:
         yield f"before={task.wait_before}"
     if task.after:
         yield f"behind={_listed(task.after)}"
-    if task.carried:
-        yield "carried=True"
+    if task.deferred:
+        yield "deferred=True"
     if task.after_previous:
         yield f"behind_previous={_listed(task.after_previous)}"
     if task.bundle:

@@ -322,13 +322,13 @@ def train_unplaced(case: Case, make_optimizers: MakeOptimizers) -> Run:
 
 
 def _first_only(compile_within: Callable[..., Any], inputs: Sequence[Any], **_: Any) -> Any:
-    """In place of `Rehearsed`: what is compiled first."""
+    """In place of `AfterDryRun`: what is compiled first."""
     return compile_within(None, inputs, {})
 
 
 @contextmanager
 def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
-    """Within it, `compile_step` makes what runs a captured step; there is no rehearsal."""
+    """Within it, `compile_step` makes what runs a captured step; there is no dry run."""
 
     def made(*given: Any, **named: Any) -> Any:
         run = compile_step(*given, **named)
@@ -338,7 +338,7 @@ def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
 
     with (
         mock.patch.object(pipeline, "compile_step", made),
-        mock.patch.object(pipeline, "Rehearsed", _first_only),
+        mock.patch.object(pipeline, "AfterDryRun", _first_only),
     ):
         yield
 

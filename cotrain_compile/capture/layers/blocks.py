@@ -245,8 +245,9 @@ def _expressions(sizes: Iterable[object]) -> tuple[object, ...]:
 
 
 def _expression(value: object) -> object:
-    is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return value.node.expr if is_symbol else value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.expr
+    return value
 
 
 def look_before(node: fx.Node, read: object) -> object:

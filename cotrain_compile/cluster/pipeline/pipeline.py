@@ -370,7 +370,7 @@ def _stages(
 ) -> Iterator[Stage]:
     each, last = batches.micro_batch, len(cut.residence) - 1
     for number, (first, end) in enumerate(pairwise(cut.stages.bounds)):
-        layers, away = profile.layers[first:end], cut.residence[number]
+        layers, offloaded = profile.layers[first:end], cut.residence[number]
         again = batches.recompute and (number < last or last_again)
         own = [beside.own(layer) for layer in layers]
         forward_s = sum(layer.forward_s.at(each) for layer in layers)
@@ -378,9 +378,9 @@ def _stages(
             forward_s,
             sum(layer.backward_s.at(each) for layer in layers) + again * forward_s,
             _crossing(profile, end, each),
-            sum(layer.touched_bytes for layer in own[away.states :]),
-            sum(peaks.kept_bytes[first:end]) if away.kept else 0,
-            [layer for layer in own[: away.states] if layer.grad_bytes],
+            sum(layer.touched_bytes for layer in own[offloaded.states :]),
+            sum(peaks.kept_bytes[first:end]) if offloaded.kept else 0,
+            [layer for layer in own[: offloaded.states] if layer.grad_bytes],
             list(_parts(layers, each, again, beside)),
             at_once=batches.recompute and not again,
         )

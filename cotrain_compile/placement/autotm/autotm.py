@@ -272,8 +272,8 @@ def _placement(program: _Program) -> Placement:
     updates = {
         group.param: _mode(
             is_hosted=program.takes(program.hosted[group.param]),
-            is_param_away=group.param in host_buffers,
-            are_states_away=not host_buffers.isdisjoint(group.states),
+            is_param_offloaded=group.param in host_buffers,
+            are_states_offloaded=not host_buffers.isdisjoint(group.states),
         )
         for group in step.dataflow.updates
     }
@@ -285,19 +285,21 @@ def _placement(program: _Program) -> Placement:
             if b.role in PERSISTENT_ROLES
         },
         updates=updates,
-        away=tuple(t.name for t in step.tensors.values() if _is_away(program, t, updates)),
+        offloaded=tuple(t.name for t in step.tensors.values() if _is_off(program, t, updates)),
         early_updates=program.variant == "asynchronous",
     )
 
 
-def _mode(*, is_hosted: bool, is_param_away: bool, are_states_away: bool) -> UpdateMode:
+def _mode(*, is_hosted: bool, is_param_offloaded: bool, are_states_offloaded: bool) -> UpdateMode:
     if is_hosted:
-        return UpdateMode.HOST_STREAMED if is_param_away else UpdateMode.HOST
-    return UpdateMode.STREAMED if is_param_away or are_states_away else UpdateMode.RESIDENT
+        return UpdateMode.HOST_STREAMED if is_param_offloaded else UpdateMode.HOST
+    return (
+        UpdateMode.STREAMED if is_param_offloaded or are_states_offloaded else UpdateMode.RESIDENT
+    )
 
 
-def _is_away(program: _Program, tensor: Tensor, updates: Mapping[str, UpdateMode]) -> bool:
-    """Whether `Placement.away` names the tensor: in the longest gap between two uses, its path is
+def _is_off(program: _Program, tensor: Tensor, updates: Mapping[str, UpdateMode]) -> bool:
+    """Whether `Placement.offloaded` names it: in the longest gap between two uses, its path is
     off the device, and the plan would not have it so anyway."""
     step = program.step
     if not _may_be_named(program, tensor, updates):

@@ -102,10 +102,10 @@ def _as_left(value: str) -> str:
 
 @dataclass(frozen=True)
 class LeftOver:
-    """A carried task of the step before: what it may still read and write, by buffer.
+    """A deferred task of the step before: what it may still read and write, by buffer.
 
     `reads` and `writes` outlive the steps; the copies of `sent` on the host go with the task.
-    `after` are the other carried tasks that are done when it is.
+    `after` are the other deferred tasks that are done when it is.
     """
 
     after: frozenset[str]
@@ -168,7 +168,7 @@ def known_to_the_host(dataflow: Dataflow) -> set[str]:
 class Timetable:
     """What the device runs; by tick, the tasks that are issued and those that are waited for.
 
-    `waits_before` has the carried tasks of the step before, by name.
+    `waits_before` has the deferred tasks of the step before, by name.
     """
 
     ops: tuple[Op, ...]
@@ -209,7 +209,7 @@ def timetable(dataflow: Dataflow, plan: Plan) -> Timetable:
         latest = gap
         issue = tick_of(gap, Moment.FETCH if task.is_fetch else Moment.ISSUE)
         issues[issue].append(task)
-        if task.carried:
+        if task.deferred:
             waits_before[tick_of(slot[task.wait_before], Moment.DONE)].append(task.name)
             continue
         gap = len(ops) if task.wait_before is None else slot[task.wait_before]

@@ -32,11 +32,11 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     if not names:
         return
     _require(len(set(names)) == len(names), "names a buffer twice")
-    away = set(placement.away)
+    offloaded = set(placement.offloaded)
     for name in names:
         _require(name in dataflow.buffer, f"names {name}, which the step has not")
         _check_buffer(dataflow.buffer[name])
-        _require(name not in away, f"names {name}, as placement.away does")
+        _require(name not in offloaded, f"names {name}, as placement.offloaded does")
     maker = _makers(dataflow, frozenset(names))
     for name in names:
         _require(name in maker, f"names {name}, which no op of the forward makes")

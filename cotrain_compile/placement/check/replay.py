@@ -7,7 +7,7 @@ A task may start when the op it is issued after and the tasks in `after` are don
 it, or a task that comes after it, is waited for. Nothing else is taken for granted, not even that a
 lane works in order.
 
-Where tasks are carried, the step is replayed twice: the second time with all that the first has
+Where tasks are deferred, the step is replayed twice: the second time with all that the first has
 left to do still to be done. What comes after that is the second step again.
 """
 
@@ -54,13 +54,13 @@ def replay(dataflow: Dataflow, plan: Plan, host_workers: int = 1) -> Mapping[Tie
     """
     first = _Replay(dataflow, plan, host_workers)
     peaks = first.run()
-    if not plan.carried:
+    if not plan.deferred:
         return peaks
     return _Replay(dataflow, plan, host_workers, first.left_over()).run()
 
 
 def _before(task: str) -> str:
-    """What a carried task is called in the step after its own."""
+    """What a deferred task is called in the step after its own."""
     return f"{task} of the step before"
 
 
@@ -171,15 +171,15 @@ class _Replay:
                 used.append(copy)
 
     def left_over(self) -> Mapping[str, LeftOver]:
-        """What the carried tasks may still do when the step has ended."""
-        carried = {task.name for task in self.plan.carried}
+        """What the deferred tasks may still do when the step has ended."""
+        deferred = {task.name for task in self.plan.deferred}
         found: dict[str, LeftOver] = {}
-        for name in carried:
+        for name in deferred:
             used = self.used_by[name]
             sent = {copy.buffer for copy in used if self.sent.get(copy.buffer) is copy}
             kept = [c for c in used if c in (self.homes.get(c.buffer), self.device.get(c.buffer))]
             found[name] = LeftOver(
-                after=self.before[name] & carried,
+                after=self.before[name] & deferred,
                 reads=frozenset(copy.buffer for copy in kept if name in copy.readers),
                 writes=frozenset(copy.buffer for copy in kept if name in copy.writers),
                 sent=frozenset(sent),
@@ -303,7 +303,7 @@ class _Replay:
             placement = self.plan.placement
             rests = placement.is_off_device(task.buffer)
             on_disk = placement.homes.get(task.buffer) is Tier.DISK
-            on_disk = on_disk or task.buffer in placement.away_on_disk
+            on_disk = on_disk or task.buffer in placement.offloaded_to_disk
             new = self._new if on_disk else self._new_on_host
             target = new(task.buffer, f"where {task.name} leaves it on the host")
             (self.homes if rests else self.sent)[task.buffer] = target
@@ -381,7 +381,7 @@ class _Replay:
     def _end(self) -> None:
         """Everything that outlives the step has its last value, where it should be."""
         self.tick = self.end_tick
-        for task in self.plan.carried:
+        for task in self.plan.deferred:
             for used in self.used_by[task.name]:
                 used.last = self.tick
         for buffer in self.dataflow.buffers:

@@ -11,8 +11,8 @@ What is asked here can be seen without running anything; when things happen is f
 | host streamed | host                  | host                | host region                     |
 
 A parameter at home on the host is fetched for its uses, or the low-precision copy of it that the
-host makes; once, or twice where `away` names it. Any other buffer in `away` is sent and fetched,
-those that are `refetched` once more.
+host makes; once, or twice where `offloaded` names it. Any other buffer in `offloaded` is sent and
+fetched, those that are `refetched` once more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UPDATED_ON_HOST = (UpdateMode.HOST, UpdateMode.HOST_STREAMED)
 
 
 def check_placement(dataflow: Dataflow, placement: Placement) -> None:
-    """Raise `PlanError` unless homes, update modes and `away` are complete and fit each other."""
+    """Raise `PlanError` unless homes, update modes and `offloaded` are complete and fit."""
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
     require(set(placement.homes) == persistent, "every persistent buffer needs one home")
     groups = set(dataflow.update)
@@ -71,7 +71,7 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
             f"{name} is at home on the host, but it is neither a parameter, nor a state of one "
             "that has an update group, nor a gradient kept in .grad",
         )
-    _check_away(dataflow, placement)
+    _check_offloaded(dataflow, placement)
 
 
 def _on_disk_at_most(dataflow: Dataflow, placement: Placement) -> set[str]:
@@ -105,30 +105,36 @@ def _check_homes(dataflow: Dataflow, placement: Placement, group: UpdateGroup) -
         )
 
 
-def _check_away(dataflow: Dataflow, placement: Placement) -> None:
-    require(len(set(placement.away)) == len(placement.away), "placement.away names a buffer twice")
-    for name in placement.away:
-        require(name in dataflow.buffer, f"placement.away names {name}, which the step has not")
+def _check_offloaded(dataflow: Dataflow, placement: Placement) -> None:
+    require(
+        len(set(placement.offloaded)) == len(placement.offloaded),
+        "placement.offloaded names a buffer twice",
+    )
+    for name in placement.offloaded:
+        require(
+            name in dataflow.buffer, f"placement.offloaded names {name}, which the step has not"
+        )
         buffer = dataflow.buffer[name]
         is_weight = buffer.role is Role.PARAM and placement.is_off_device(name)
         is_temporary = not (buffer.is_input or buffer.is_output or name in placement.homes)
         require(
             is_weight or is_temporary,
-            f"placement.away names {name}, which is neither a temporary nor a parameter at home "
-            "on the host",
+            f"placement.offloaded names {name}, which is neither a temporary nor a parameter at "
+            "home on the host",
         )
-    wrong = set(placement.refetched).difference(placement.away) or {
+    wrong = set(placement.refetched).difference(placement.offloaded) or {
         name for name in placement.refetched if name in placement.homes
     }
-    require(not wrong, f"placement.refetched names {sorted(wrong)[:3]}, which are not sent away")
+    require(not wrong, f"placement.refetched names {sorted(wrong)[:3]}, which are not offloaded")
     wrong = {
         name
-        for name in placement.away_on_disk
-        if name not in placement.away or not value_may_rest(dataflow, name)
+        for name in placement.offloaded_to_disk
+        if name not in placement.offloaded or not value_may_rest(dataflow, name)
     }
     require(
         not wrong,
-        f"placement.away_on_disk names {sorted(wrong)[:3]}, which are not away, or no large values",
+        f"placement.offloaded_to_disk names {sorted(wrong)[:3]}, which are not offloaded, or no "
+        "large values",
     )
 
 
@@ -140,7 +146,7 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     names = [task.name for task in plan.tasks]
     require(len(set(names)) == len(names), "two tasks share a name")
     _check_updates(dataflow, plan)
-    _check_carried(plan)
+    _check_deferred(plan)
     _check_bundles(dataflow, plan)
     casts = [region for region in plan.host_regions if region.makes]
     writers = _writers(dataflow, {region.makes for region in casts})
@@ -189,17 +195,17 @@ def _check_speculations(dataflow: Dataflow, plan: Plan) -> None:
         unknown = sorted(set(region.guesses).difference(known.get(region.param, ())))
         require(not unknown, f"{name} guesses {unknown[:3]}, which no step has neutral as a rule")
         require(
-            name in update.after and not (region.makes or region.carried),
+            name in update.after and not (region.makes or region.deferred),
             f"{update.name} does not come after {name}, which it confirms",
         )
 
 
-def _check_carried(plan: Plan) -> None:
+def _check_deferred(plan: Plan) -> None:
     """Only updates on the host and the ways back of their weights go on in the next step."""
-    carried = {task.name for task in plan.carried}
-    for task in plan.carried:
+    deferred = {task.name for task in plan.deferred}
+    for task in plan.deferred:
         require(
-            plan.placement.overlap_steps and _may_be_carried(task),
+            plan.placement.overlap_steps and _may_be_deferred(task),
             f"{task.name} goes on in the next step, where the placement has only updates on the "
             "host and the ways back of their weights do so, and only with overlap_steps",
         )
@@ -208,7 +214,7 @@ def _check_carried(plan: Plan) -> None:
             f"{task.name} goes on in the next step, but no op there waits for it",
         )
     for task in plan.tasks:
-        unknown = sorted(set(task.after_previous) - carried)
+        unknown = sorted(set(task.after_previous) - deferred)
         require(not unknown, f"{task.name} comes after {unknown[:3]}, which no step carries over")
 
 
@@ -251,7 +257,7 @@ def _together(task: Task) -> tuple[object, ...]:
 
 
 def _may_be_in_a_bundle(dataflow: Dataflow, task: Task) -> bool:
-    if task.carried or task.after_previous:
+    if task.deferred or task.after_previous:
         return False
     match task:
         case Transfer():
@@ -263,7 +269,7 @@ def _may_be_in_a_bundle(dataflow: Dataflow, task: Task) -> bool:
             assert_never(task)
 
 
-def _may_be_carried(task: Task) -> bool:
+def _may_be_deferred(task: Task) -> bool:
     """Whether it is an update on the host, or the way back of its weight."""
     match task:
         case HostRegion():
@@ -341,7 +347,7 @@ def _check_direction(
                 wrong = f"overwrites {name}, which the host does not update"
             else:
                 is_weight = (on_host and name not in states) or name in made
-                allowed = is_weight or is_streamed or name in placement.away
+                allowed = is_weight or is_streamed or name in placement.offloaded
                 wrong = f"fetches {name}, which the placement does not have on the host"
         case _:
             assert_never(task.direction)
@@ -355,15 +361,15 @@ def _check_counts(plan: Plan, made: set[str], found: set[str], in_pieces: set[st
     fetched `in_pieces` is missed where its update has not all of them.
     """
     fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
-    all_away, refetched = set(plan.placement.away), set(plan.placement.refetched)
-    for name in {*fetched, *all_away} - in_pieces:
-        away, again = name in all_away, name in refetched
-        twice = away and (name in made or name in plan.placement.homes)
+    all_offloaded, refetched = set(plan.placement.offloaded), set(plan.placement.refetched)
+    for name in {*fetched, *all_offloaded} - in_pieces:
+        offloaded, again = name in all_offloaded, name in refetched
+        twice = offloaded and (name in made or name in plan.placement.homes)
         most = 2 if twice or again or name in found else 1
         require(
-            fetched[name] <= most and (fetched[name] >= most - again or not away),
+            fetched[name] <= most and (fetched[name] >= most - again or not offloaded),
             f"{name} is fetched {fetched[name]} times, the placement asks for {most}"
-            + (" since it is in placement.away" if away else ""),
+            + (" since it is in placement.offloaded" if offloaded else ""),
         )
     for direction, fresh, message in (
         ("offload", True, "is copied to the host twice"),

@@ -38,16 +38,16 @@ class Stays:
 
 
 @dataclass(frozen=True)
-class Away(Stays):
+class Offloaded(Stays):
     """Activations are sent when they are made, gone after their last use, back for the next."""
 
-    words: str = "away"
+    words: str = "offloaded"
 
     def fits(self, cluster: ActivationCluster) -> bool:
         return cluster.movable and not cluster.sent
 
     def placed(self, cluster: ActivationCluster) -> Placed:
-        return Placed(away=cluster.buffers)
+        return Placed(offloaded=cluster.buffers)
 
     def effect(self, cluster: ActivationCluster) -> Effect:
         c = cluster
@@ -60,10 +60,10 @@ class Away(Stays):
 
 
 @dataclass(frozen=True)
-class AwayOnDisk(Away):
-    """The same by way of the host to disk and back; of those away the schedule says which."""
+class OffloadedToDisk(Offloaded):
+    """The same by way of the host to disk and back; of those offloaded the schedule says which."""
 
-    words: str = "away, on disk"
+    words: str = "offloaded to disk"
 
     def fits(self, cluster: ActivationCluster) -> bool:
         return super().fits(cluster) and cluster.may_rest_on_disk
@@ -78,7 +78,7 @@ class AwayOnDisk(Away):
 
 @dataclass(frozen=True)
 class Refetched(Stays):
-    """Activations that were away before are gone once more, and come from the same copy.
+    """Activations that were offloaded before are gone once more, and come from the same copy.
 
     A bound takes them to be there.
     """
@@ -134,8 +134,8 @@ class MadeAgain(Stays):
 # All there are; the first is where the greedy begins.
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
     Stays(),
-    Away(),
-    AwayOnDisk(),
+    Offloaded(),
+    OffloadedToDisk(),
     Refetched(),
     *(MadeAgain(ahead=ahead) for ahead in (0, 1, 2, 4, 8, 16, 32)),
 )

@@ -116,7 +116,7 @@ class BucketedStep:
         return self.bucket(slot - self.at_peaks)
 
     def apart(self, leaves: int, returns: int) -> bool:
-        """Whether memory is checked between two buckets while what leaves the one is away."""
+        """Whether memory is checked between two buckets while what leaves the one is offloaded."""
         return leaves + (0 if self.at_peaks else 1) < returns
 
     def undecided_bytes(self, without: Iterable[str] = ()) -> list[int]:

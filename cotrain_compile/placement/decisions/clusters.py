@@ -115,14 +115,14 @@ class RegionLevel:
 
 @dataclass(frozen=True)
 class ActivationCluster:
-    """Temporaries that may be away from bucket `leaves` (last use) to `returns` (next use).
+    """Temporaries that may be gone from bucket `leaves` (last use) to `returns` (next use).
 
     A copy may begin behind bucket `made`, in which they are written last before that. Where they
-    are not `movable` there is nothing in between. With `sent` they have been away before that, so
-    that they are on the host already. `again` says what it takes to make them again, None where
+    are not `movable` there is nothing in between. With `sent` they have been offloaded before that,
+    so that they are on the host already. `again` says what it takes to make them again, None where
     that is not to be decided here; `from_level` where a decision about the levels of regions makes
-    them again, so that they are not away as well. `slots` are those of the uses before and behind,
-    where all have the same and single ops count. What is away may be on disk where it
+    them again, so that they are not offloaded as well. `slots` are those of the uses before and
+    behind, where all have the same and single ops count. What is offloaded may be on disk where it
     `may_rest_on_disk`.
     """
 

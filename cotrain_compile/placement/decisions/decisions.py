@@ -217,13 +217,13 @@ class DecisionSpace:
     def placement(self, policy: str, decisions: Decisions) -> Placement:
         """The placement that `decisions` make."""
         base = resident(self.problem.dataflow)
-        homes, updates, away = dict(base.homes), dict(base.updates), list[str]()
+        homes, updates, offloaded = dict(base.homes), dict(base.updates), list[str]()
         recomputed, speculative = list(self.problem.recomputed), list[str]()
         refetched = dict[str, None]()  # of several gaps the longest counts
         for placed in self._placed(decisions):
             homes |= placed.homes
             updates |= placed.updates
-            away += placed.away
+            offloaded += placed.offloaded
             refetched |= dict.fromkeys(placed.refetched)
             recomputed += placed.recomputed
             speculative += placed.speculative
@@ -231,14 +231,14 @@ class DecisionSpace:
             policy,
             homes,
             updates,
-            tuple(away),
+            tuple(offloaded),
             early_updates=True,
             recomputed=tuple(recomputed),
             recomputed_apart=self.problem.apart,
             speculative=tuple(speculative),
             piece_bytes=PIECE_BYTES,
             splits=self.problem.splits,
-            refetched=tuple(name for name in away if name in refetched),
+            refetched=tuple(name for name in offloaded if name in refetched),
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

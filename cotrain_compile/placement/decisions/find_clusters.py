@@ -41,14 +41,14 @@ from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
-# What is away during the same ops and has more than this part of all that may leave is decided on
-# alone where single ops count, so that a program does not grow with the layers.
+# What is offloaded during the same ops and has more than this part of all that may leave is decided
+# on alone where single ops count, so that a program does not grow with the layers.
 BY_OP = 1_000
 NOTHING: Mapping[str, Again] = MappingProxyType({})
 NO_LEVELS: Mapping[str, RegionLevel] = MappingProxyType({})
 
 # Buckets in which something leaves and returns, whether there are any between them, and whether it
-# has been away before.
+# has been offloaded before.
 _Gap = tuple[int, int, bool, bool]
 # The touches before and after a gap.
 _Slots = tuple[int, int]
@@ -73,7 +73,7 @@ def activation_clusters(
     the longest once more. `again` says which may be made again, and what that takes; those that
     take about as long for a byte are in one cluster, as if all took as little as the one that takes
     least. A cluster has one place in `from_level`. With `by_op` those that are large together are
-    in one cluster if they are away during the same ops.
+    in one cluster if they are offloaded during the same ops.
     """
     floor_bytes = 0 if everything else max(step.moves.slot_bytes) // SMALLEST
     candidates = list(_leaving(step, floor_bytes, again, behind=behind))
@@ -363,8 +363,8 @@ def _disk_kept_bytes(step: BucketedStep, param: str) -> int:
 def _most_fetches(step: BucketedStep, param: _Param) -> int:
     """How often a weight at home on the host can be fetched, 0 where it cannot be there.
 
-    Twice only where there is a gap to be away in. One that the step reads again after its update
-    stays on the device.
+    Twice only where there is a gap to be offloaded in. One that the step reads again after its
+    update stays on the device.
     """
     if param.read_late:
         return 0

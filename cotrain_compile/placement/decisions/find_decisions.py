@@ -67,8 +67,8 @@ def decision_space(
     into pieces: what a bound needs, and a plan does not. With `recompute`, each value may be made
     again for no more than its own op, as if what that reads were always there: for a bound. Of
     `regions` each may have what is in one of its levels made again, at what that takes. `by_op` it
-    is known what single ops need, and large temporaries in a cluster are away during the same ops.
-    With `behind` temporaries may leave once more in any gap behind the longest: for a bound.
+    is known what single ops need, and large temporaries in a cluster are offloaded during the same
+    ops. With `behind` temporaries may leave once more in any gap behind the longest: for a bound.
     """
     step = bucketed(problem, buckets, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
@@ -133,8 +133,8 @@ def op_needs(
 ) -> OpNeeds:
     """One row for each stretch of ops over which every decision holds the same: its fullest op."""
     step = bucketed(problem, None, at_peaks=False)
-    away = activation_clusters(step, 1, everything=True, behind=True)
-    gap_of = {(name, _behind(c)): c for c in away for name in c.buffers}
+    offloaded = activation_clusters(step, 1, everything=True, behind=True)
+    gap_of = {(name, _behind(c)): c for c in offloaded for name in c.buffers}
     alone = {cluster.params[0]: cluster for cluster in param_clusters(step, EACH)}
     spans = [
         [_spans(option.effect, _alone(option.strategy, d.cluster, gap_of)) for option in d.options]
@@ -152,7 +152,7 @@ def op_needs(
         for d in activations
         for name in d.cluster.buffers
     }
-    undecided = [c for c in away if decided.isdisjoint((n, _behind(c)) for n in c.buffers)]
+    undecided = [c for c in offloaded if decided.isdisjoint((n, _behind(c)) for n in c.buffers)]
     fixed = _fixed_bytes(step, undecided)
     slots = list(_fullest(step, fixed, spans))
     return OpNeeds(
@@ -202,7 +202,7 @@ def _fixed_bytes(step: BucketedStep, undecided: Iterable[ActivationCluster]) -> 
     """Bytes in each slot whatever is decided.
 
     What only updates read may come later, and of `undecided` temporaries nobody says that they
-    are away: neither counts.
+    are offloaded: neither counts.
     """
     updates, dataflow = step.dataflow.updates, step.dataflow
     ops = (dataflow.ops[dataflow.position[name]] for group in updates for name in group.ops)

@@ -195,7 +195,7 @@ class _Charges:
         return self._sums[name]
 
     def source(self, name: str) -> int | None:
-        """The first bucket in which sources of a value could be sent away, None without any."""
+        """The first bucket in which sources of a value could be offloaded, None without any."""
         sources = self._sources(name)
         if not sources:
             return None

@@ -42,12 +42,13 @@ _FETCHES = ("", ", weight fetched", ", weight fetched twice")
 class Placed:
     """What a strategy writes into a placement: homes and update modes by name, and values.
 
-    These are what is away, once more or not, what is recomputed, and what is updated on guesses.
+    These are what is offloaded, once more or not, what is recomputed, and what is updated on
+    guesses.
     """
 
     homes: Mapping[str, Tier] = field(default_factory=dict)
     updates: Mapping[str, UpdateMode] = field(default_factory=dict)
-    away: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     refetched: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     speculative: tuple[str, ...] = ()
@@ -55,13 +56,13 @@ class Placed:
     def differs(self, placement: Placement, owned: frozenset[str]) -> tuple[int, int]:
         """In how many modes, then homes, absences and guesses, it is not `placement`.
 
-        `owned` are all that could be away.
+        `owned` are all that could be offloaded.
         """
         modes = sum(placement.updates.get(name) is not mode for name, mode in self.updates.items())
         homes = sum(placement.homes.get(name) is not tier for name, tier in self.homes.items())
-        away = len(owned.intersection(placement.away) ^ set(self.away))
+        offloaded = len(owned.intersection(placement.offloaded) ^ set(self.offloaded))
         guesses = len(self.updates.keys() & set(placement.speculative) ^ set(self.speculative))
-        return modes, homes + away + guesses
+        return modes, homes + offloaded + guesses
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Strategy:
     """A way to keep and update parameters.
 
     `mode` is None for frozen ones. `fetches` is how often a step fetches the weight, 0 where that
-    is at home on the device. With `gradient_away` the gradient leaves the device until its update.
-    With `guesses` an update on the host does not wait for what mostly changes nothing. With
+    is at home on the device. With `gradient_offloaded` the gradient leaves the device until its
+    update. With `guesses` an update on the host does not wait for what mostly changes nothing. With
     `on_disk` large states rest on disk, and are read and written piece by piece while it runs; so
     do large parameters with `weight_on_disk`, which are then fetched or cast from there, and what
     lies in their `.grad` with `kept_on_disk`.
@@ -78,7 +79,7 @@ class Strategy:
 
     mode: UpdateMode | None
     fetches: int
-    gradient_away: bool = False
+    gradient_offloaded: bool = False
     guesses: bool = False
     on_disk: bool = False
     weight_on_disk: bool = False
@@ -98,7 +99,7 @@ class Strategy:
         mode += f", {' and '.join(what)} on disk" if what else ""
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
-        return mode + _FETCHES[self.fetches] + ", gradient offloaded" * self.gradient_away
+        return mode + _FETCHES[self.fetches] + ", gradient offloaded" * self.gradient_offloaded
 
     def fits(self, cluster: ParamCluster) -> bool:
         """Whether it can be chosen for `cluster`."""
@@ -114,7 +115,7 @@ class Strategy:
             return False
         if self.kept_on_disk > bool(cluster.disk_kept_bytes):
             return False
-        return cluster.gradient_waits or not self.gradient_away
+        return cluster.gradient_waits or not self.gradient_offloaded
 
     def placed(self, dataflow: Dataflow, param: str, fetched: str) -> Placed:
         """`param`, its states and gradient; `fetched` is what crosses the link for its uses.
@@ -127,11 +128,11 @@ class Strategy:
             homes[param] = Tier.DISK
         if self.kept_on_disk:
             homes |= dict.fromkeys(gradients_may_rest(dataflow, param), Tier.DISK)
-        away = [fetched] if self.fetches == 2 else []
+        offloaded = [fetched] if self.fetches == 2 else []
         group = dataflow.update.get(param)
         if group is None or self.mode is None:
-            return Placed(homes, {}, tuple(away))
-        away += [group.gradient] if self.gradient_away else []
+            return Placed(homes, {}, tuple(offloaded))
+        offloaded += [group.gradient] if self.gradient_offloaded else []
         for state in group.states:
             moves = self.on_host or is_large(dataflow.buffer[state])
             leaves = self.mode is not UpdateMode.RESIDENT and moves
@@ -142,7 +143,7 @@ class Strategy:
         stays = self.mode is UpdateMode.STREAMED and Tier.HOST not in homes.values()
         mode = UpdateMode.RESIDENT if stays else self.mode
         on_guesses = (param,) if self.guesses else ()
-        return Placed(homes, {param: mode}, tuple(away), speculative=on_guesses)
+        return Placed(homes, {param: mode}, tuple(offloaded), speculative=on_guesses)
 
     def effect(self, cluster: ParamCluster) -> Effect:
         """What it does with `cluster` in a step."""
@@ -205,7 +206,7 @@ class Strategy:
             return [Hold(c.gradient_bytes, made, used, ends=sent)]
         streamed = self.mode is UpdateMode.STREAMED
         holds = [Hold(c.gradient_bytes, c.gradient_made, c.release, until_update=streamed)]
-        if self.gradient_away:
+        if self.gradient_offloaded:
             made, used = c.gradient_made, c.gradient_used
             out = Demand(Flow.OFFLOAD, c.gradient_bytes, released=used, made=made)
             back = Demand(Flow.RELOAD, c.gradient_bytes, needed=c.release)
@@ -314,7 +315,7 @@ class Strategy:
         if self.fetches and c.param_unused:
             known = (c.leaves, c.returns) if self.fetches == 2 else (None, None)
             yield HostHold(c.fetched_bytes, 0, c.returns if self.fetches == 2 else c.first, *known)
-        if self.on_host or self.gradient_away:
+        if self.on_host or self.gradient_offloaded:
             yield HostHold(c.gradient_bytes, c.gradient_made)
         if self.mode is UpdateMode.HOST:
             yield HostHold(c.param_bytes, 0)
@@ -332,8 +333,8 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     Strategy(UpdateMode.HOST, 0),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches) for fetches in (1, 2)),
     *(Strategy(UpdateMode.STREAMED, fetches) for fetches in range(3)),
-    Strategy(UpdateMode.RESIDENT, 0, gradient_away=True),
-    *(Strategy(UpdateMode.STREAMED, fetches, gradient_away=True) for fetches in (0, 2)),
+    Strategy(UpdateMode.RESIDENT, 0, gradient_offloaded=True),
+    *(Strategy(UpdateMode.STREAMED, fetches, gradient_offloaded=True) for fetches in (0, 2)),
     Strategy(UpdateMode.HOST, 0, guesses=True),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, guesses=True) for fetches in (1, 2)),
     Strategy(UpdateMode.HOST, 0, on_disk=True),

@@ -294,7 +294,7 @@ def with_strategy(
         placement,
         homes={**placement.homes, **placed.homes},
         updates={**placement.updates, **placed.updates},
-        away=(*(name for name in placement.away if name not in own), *placed.away),
+        offloaded=(*(name for name in placement.offloaded if name not in own), *placed.offloaded),
         speculative=(*(p for p in placement.speculative if p != param), *placed.speculative),
     )
 

@@ -1,7 +1,7 @@
 """Sweep: what a step would take under many budgets, on many machines, at many sizes.
 
 In: a Dataflow and the cases to try. Out: a `Point` for each, from a plan solved for it. Cases know
-nothing of one another, so they can be solved in parallel; `carried` has what they say of each
+nothing of one another, so they can be solved in parallel; `carry_over` has what they say of each
 other.
 
 Carry: what the cases of a sweep say about one another.
@@ -282,7 +282,7 @@ def _serves(one: Tried, other: Tried) -> bool:
     )
 
 
-def carried(points: Iterable[Point]) -> tuple[Point, ...]:
+def carry_over(points: Iterable[Point]) -> tuple[Point, ...]:
     """`points` with what they say about one another, on the same machine at the same sizes.
 
     A plan for a smaller budget fits a larger one: where it is faster, its time is shown. A bound

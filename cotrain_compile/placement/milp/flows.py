@@ -130,7 +130,7 @@ def _add_demands(model: Model, total: Total, asked: _Asked, late: Total | None) 
 
 
 def _add_host_pipeline(model: Model, own: Mapping[Flow, Total]) -> None:
-    """Careful: an update follows its gradient and is followed by its weight, on average."""
+    """Conservative: an update follows its gradient and is followed by its weight, on average."""
     totals = dict.fromkeys(Flow, 0.0)
     for demand in chain.from_iterable(option.effect.demands for option in model.options):
         totals[demand.flow] += amount_of(demand)

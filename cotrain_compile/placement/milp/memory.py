@@ -114,9 +114,9 @@ class _Running:
 def add_host_memory(model: Model, flows: Flows, budget_mib: float) -> None:
     """Homes, and in a few buckets the copies that are there.
 
-    Careful: what the largest update makes is there as well, and the rooms of what rests on disk;
-    cyclic, what updates read of the step before, too. Relaxed: of gradients what has been sent and
-    waits for its update.
+    Conservative: what the largest update makes is there as well, and the rooms of what rests on
+    disk; cyclic, what updates read of the step before, too. Relaxed: of gradients what has been
+    sent and waits for its update.
     """
     home = [in_mib(option.effect.host_bytes) * option.z for option in model.options]
     if model.cyclic and not model.relaxed:
@@ -195,9 +195,9 @@ def _holds(model: Model, effect: Effect) -> Iterator[Hold]:
 def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
     """Where a hold begins and ends, but for what flows and updates do.
 
-    In a bucket that something begins in, the careful version counts it as there; the relaxed
+    In a bucket that something begins in, the conservative version counts it as there; the relaxed
     one, which looks at the start of the bucket, does not. What is missing is counted the other
-    way round: the careful version misses it only in between.
+    way round: the conservative version misses it only in between.
     """
     is_missing = hold.nbytes < 0
     if hold.begins is None:
@@ -231,7 +231,7 @@ def _held_flows(model: Model) -> tuple[Flow, ...]:
 
 
 def _workspaces(model: Model) -> dict[int, Any]:
-    """Careful: room in which the largest update of a bucket runs."""
+    """Conservative: room in which the largest update of a bucket runs."""
     by_bucket: dict[int, list[Any]] = {}
     streamed = model.variable("workspace")
     first = model.epilogue

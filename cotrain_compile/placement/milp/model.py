@@ -31,9 +31,9 @@ class Chosen:
 
 
 class Model:
-    """A linear program of `space`, careful or `relaxed`, with `whole` clusters or split ones.
+    """A linear program of `space`, conservative or `relaxed`, with `whole` clusters or split ones.
 
-    Those of more than `large_bytes` are whole in any careful one.
+    Those of more than `large_bytes` are whole in any conservative one.
     In a `cyclic` one updates on the host, with their way back, may go on in the next step.
 
     `params[c][s]` says that strategy s is chosen for cluster c of parameters, `activations[c][s]`
@@ -88,13 +88,13 @@ class Model:
         for variables in self.levels:
             if variables:
                 self.add(summed(variables) <= 1)
-        self._add_away_or_made_again()
+        self._add_offloaded_or_recomputed()
         self.options = tuple(self._options())
         self.stall = [self.variable(f"w_{k}") for k in self.buckets]
         self.length = [self.variable(f"t_{k}") for k in self.buckets]
 
-    def _add_away_or_made_again(self) -> None:
-        """What a region makes again at its level is not away."""
+    def _add_offloaded_or_recomputed(self) -> None:
+        """What a region makes again at its level is not offloaded."""
         for decision, variables in zip(self.space.activations, self.activations, strict=True):
             of = decision.cluster.from_level
             if of is not None and variables and self.space.levels:

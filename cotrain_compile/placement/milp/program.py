@@ -3,10 +3,10 @@
 In: a `DecisionSpace` and budgets. Out: a linear program for `solvers`. A fluid model
 (`docs/placement.md` has it in formulas): the order of ops is fixed and cut into buckets; how many
 bytes of each class cross the link by the end of each bucket is a continuous variable. Two versions
-are built by the same code from the same effects. The *careful* one counts every copy one bucket
-late, so that whole tensors fit where its fluids do; its solution is scheduled. The *relaxed* one
-grants every copy the whole of its bucket and asks for memory only what any schedule must hold, so
-that its optimum is a bound that no plan within the budgets can beat.
+are built by the same code from the same effects. The *conservative* one counts every copy one
+bucket late, so that whole tensors fit where its fluids do; its solution is scheduled. The *relaxed*
+one grants every copy the whole of its bucket and asks for memory only what any schedule must hold,
+so that its optimum is a bound that no plan within the budgets can beat.
 
 Milliseconds and MiB throughout: bytes and seconds ruin the numerics.
 """
@@ -28,17 +28,17 @@ MOVING_PRICE = 2e-3
 
 
 class Program:
-    """The program, `linear`: careful, or `relaxed`; with `whole` clusters, or split ones.
+    """The program, `linear`: conservative, or `relaxed`; with `whole` clusters, or split ones.
 
-    By default the careful one has whole clusters and the relaxed one, which is a bound, split ones.
-    A careful one that splits clusters of at most `large_bytes`, and no other, `is_rounding`: any
-    good solution will do. One with whole clusters alone `is_whole`.
-    With `cyclic`, steps overlap and `step` is the time from one to the next.
-    With `need_mib` it `is_loose`: what is on the device may be beyond the budget, at the price of
-    the time in which the device would wait for it to leave or to come. With every copy at the last
-    moment it is at most `need_mib`. So it has a solution wherever there is a plan.
-    Budgets are in MiB. `step` is the time of the step in milliseconds; `params`, `activations`
-    and `levels` are the variables of the decisions, as in `Model`.
+    By default the conservative one has whole clusters and the relaxed one, which is a bound, split
+    ones. A conservative one that splits clusters of at most `large_bytes`, and no other,
+    `is_rounding`: any good solution will do. One with whole clusters alone `is_whole`. With
+    `cyclic`, steps overlap and `step` is the time from one to the next. With `need_mib` it
+    `is_loose`: what is on the device may be beyond the budget, at the price of the time in which
+    the device would wait for it to leave or to come. With every copy at the last moment it is at
+    most `need_mib`. So it has a solution wherever there is a plan. Budgets are in MiB. `step` is
+    the time of the step in milliseconds; `params`, `activations` and `levels` are the variables of
+    the decisions, as in `Model`.
     """
 
     def __init__(

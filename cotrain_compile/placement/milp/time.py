@@ -109,7 +109,7 @@ def _add_disk(model: Model, flows: Flows) -> None:
 def _add_network(model: Model) -> None:
     """Exchanges take turns on the network, each between where it begins and where it is awaited.
 
-    Relaxed: between where any plan may begin and await it. Careful: where the step does, and a
+    Relaxed: between where any plan may begin and await it. Conservative: where the step does, and a
     bucket takes its own ops with the exchanges that they wait for. What is gathered again by
     decision is among them, in the relaxed version from the beginning of the step on.
     """
@@ -144,7 +144,7 @@ def _add_network(model: Model) -> None:
 def _add_end_of_step(model: Model, flows: Flows) -> None:
     """The epilogue ends with a whole update on its way home, which no fluid shows.
 
-    Careful: of all that passes through link and device one after the other, the largest adds
+    Conservative: of all that passes through link and device one after the other, the largest adds
     its own way home to the way in of the rest (a flow shop of two machines, Johnson 1954).
     """
     k, length = model.epilogue, model.length[model.epilogue]

@@ -222,7 +222,7 @@ def task_name(verb: str, what: str) -> str:
 class Pending:
     """A device update between its gradient and its run.
 
-    `next_fetches` are fetched together next: the states, then a gradient that was away.
+    `next_fetches` are fetched together next: the states, then a gradient that was offloaded.
     `still_to_come_bytes` is the room that it needs to run, beyond what it holds already.
     """
 

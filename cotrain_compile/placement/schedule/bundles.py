@@ -117,7 +117,7 @@ class Bundler:
 
 def _kind(dataflow: Dataflow, task: Task, nbytes: int) -> object | None:
     """Equal for tasks that may be joined; None for one that goes by itself."""
-    if task.carried or task.after_previous or nbytes > SMALL_BYTES:
+    if task.deferred or task.after_previous or nbytes > SMALL_BYTES:
         return None
     match task:
         case Transfer():
@@ -291,7 +291,7 @@ def _layer_ends(program: DeviceProgram) -> list[int]:
 
 def latest_issue(program: DeviceProgram, task: Task) -> int:
     """The last slot after which `task` may be issued: right before its wait, or its next write."""
-    latest = program.end - 1 if task.carried else program.wait_slot(task) - 1
+    latest = program.end - 1 if task.deferred else program.wait_slot(task) - 1
     before = program.issue_slot(task)
     for name in _touched_on_device(task):
         touched = program.touches.get(name, [])

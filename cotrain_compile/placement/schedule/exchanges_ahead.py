@@ -173,7 +173,7 @@ class _Finder:
         others = [task for name in reads | writes for task in self.tasks_of.get(name, ())]
         issue, wait = self.program.issue_slot, self.program.wait_slot
         anchor = -1 if after is None else self.slot[after]
-        return all(issue(task) <= anchor and not task.carried for task in own) and all(
+        return all(issue(task) <= anchor and not task.deferred for task in own) and all(
             task in own or wait(task) <= anchor or issue(task) >= start for task in others
         )
 

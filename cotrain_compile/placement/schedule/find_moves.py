@@ -66,7 +66,7 @@ class _Finder:
         durations_s = map(seconds.__getitem__, self.program.slot)
         self.elapsed_s = list(accumulate(durations_s, initial=0.0))
         self.pieced = {each.param: each for each in problem.pieces}
-        self.away, self.refetched = set(placement.away), set(placement.refetched)
+        self.offloaded, self.refetched = set(placement.offloaded), set(placement.refetched)
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
@@ -99,7 +99,9 @@ class _Finder:
         fetched = {copy: param for param, copy in self.program.fetched.items()}
         homes = self.placement.homes.items()
         off_device = (name for name, tier in homes if tier is not Tier.DEVICE)
-        others = self.at_home.union(fetched, off_device, self.shared, self.away, self.read_by_moved)
+        others = self.at_home.union(
+            fetched, off_device, self.shared, self.offloaded, self.read_by_moved
+        )
         for buffer, stays_there in zip(self.dataflow.buffers, self.program.unmoved, strict=True):
             if buffer.name not in others:
                 self.instances += stays_there
@@ -140,7 +142,7 @@ class _Finder:
             ops = makers[copy][-1:]
             seconds = self.problem.host_cast_s(ops)
             name = books.task_name("cast", param)
-            cast = Cast(name, param, copy, ops, seconds, self._carried_update(param))
+            cast = Cast(name, param, copy, ops, seconds, self._deferred_update(param))
             self.casts.append(cast)
             self.weight_tasks[param] = (cast.name,)
 
@@ -149,17 +151,17 @@ class _Finder:
         touched = self.program.touches.get(buffer.name, [])
         after = self.weight_tasks.get(param, ())
         group = self.dataflow.update.get(param)
-        # The gap to be away in is before the update: after it the weight is on its way home.
+        # The gap to be offloaded in is before the update: after it the weight is on its way home.
         limit = self.windows[param][1] if group is not None else self.program.end
         old = [slot for slot in touched if slot < limit]
-        gap = self.program.order.longest_gap(old) if self._is_away(buffer) else None
+        gap = self.program.order.longest_gap(old) if self._is_off(buffer) else None
         found = stays(old, () if gap is None else (gap,))
         if found and len(old) < len(touched):
             found[-1] = (found[-1][0], touched[-1])
         for number, (first, last) in enumerate(found):
             name = books.task_name("refetch" if number else "fetch", buffer.name)
             # Where there is a cast, that follows the update of the step before.
-            previous = () if after else self._carried_update(param)
+            previous = () if after else self._deferred_update(param)
             self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
             self.weight_tasks[param] = (*self.weight_tasks.get(param, ()), name)
             if param in self.needs and buffer.name == param and last == touched[-1]:
@@ -169,8 +171,8 @@ class _Finder:
     def _gradient_at_home(self, buffer: Buffer) -> None:
         """A kept gradient at home on the host: fetched for its uses, and sent back if written.
 
-        It is away in the longest gap before it is written and its update may run. Where that runs
-        on the device, it reads what is fetched here, and then sends it back itself.
+        It is offloaded in the longest gap before it is written and its update may run. Where that
+        runs on the device, it reads what is fetched here, and then sends it back itself.
         """
         name, uses = buffer.name, self._uses_of(buffer.name)
         group = self.updated_from.get(name)
@@ -217,9 +219,11 @@ class _Finder:
 
     def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
         times = 2 if buffer.name in self.refetched else 1
-        gaps = self.program.order.gaps_away(buffer.name)[:times] if self._is_away(buffer) else ()
+        gaps = (
+            self.program.order.offloaded_gaps(buffer.name)[:times] if self._is_off(buffer) else ()
+        )
         for number, (first, last) in enumerate(stays(touched, gaps)):
-            if buffer.name in self.read_by_moved and buffer.name not in self.away:
+            if buffer.name in self.read_by_moved and buffer.name not in self.offloaded:
                 last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
             self.instances.append(Instance(buffer, first, last + 1))
             if number:
@@ -230,8 +234,8 @@ class _Finder:
                 name = books.task_name("fetch" if number == 1 else "refetch", buffer.name)
                 self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 
-    def _is_away(self, buffer: Buffer) -> bool:
-        return buffer.name in self.away and buffer.name not in self.read_by_moved
+    def _is_off(self, buffer: Buffer) -> bool:
+        return buffer.name in self.offloaded and buffer.name not in self.read_by_moved
 
     def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
         if buffer.name not in self.offloads:
@@ -299,7 +303,7 @@ class _Finder:
             guesses,
             tuple(send for name, send in inputs.items() if name not in guesses),
             self.weight_tasks.get(group.param, ()),
-            self._carried_update(group.param),
+            self._deferred_update(group.param),
             earliest,
             self.problem.costs.host_update_s[group.param] + self.problem.saving_s(group.param),
         )
@@ -321,7 +325,7 @@ class _Finder:
             return None
         return touched[0]
 
-    def _carried_update(self, param: str) -> tuple[str, ...]:
+    def _deferred_update(self, param: str) -> tuple[str, ...]:
         """The update of `param` on the host, where it may go on in the next step."""
         group = self.dataflow.update.get(param)
         if group is None or param not in self.update_names or self._next_use(group) is None:
@@ -408,9 +412,9 @@ class _Finder:
         return max([*before, *made]), min(later)
 
     def _leaves(self, gradient: Buffer) -> bool:
-        """Whether the device sends a gradient away, and fetches it for an update there."""
+        """Whether the device sends a gradient offloaded, and fetches it for an update there."""
         off_device = self.placement.is_off_device(gradient.name)
-        rests = off_device or (gradient.is_passing and gradient.name in self.away)
+        rests = off_device or (gradient.is_passing and gradient.name in self.offloaded)
         return rests and not gradient.is_input
 
 

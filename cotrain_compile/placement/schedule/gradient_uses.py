@@ -36,7 +36,7 @@ class GradientUses:
 
 
 def gradient_uses(program: DeviceProgram, name: str, limit: int) -> GradientUses:
-    """The uses of gradient `name`, away in the longest gap before it is written or updated from.
+    """The uses of gradient `name`, offloaded in the longest gap before its write or update.
 
     So there is nothing to bring back when it leaves.
     """

@@ -178,8 +178,8 @@ def joined_by_layer(updates: Sequence[DeviceUpdate]) -> list[DeviceUpdate]:
 def _as_one(updates: Sequence[DeviceUpdate]) -> DeviceUpdate:
     """They run one after the other, so that what each takes inside is there once.
 
-    States come before gradients that were away, as in the fetches of a single update: those are
-    fetched when they have left.
+    States come before gradients that were offloaded, as in the fetches of a single update: those
+    are fetched when they have left.
     """
     fetches = [fetch for update in updates for fetch in update.fetches]
     return DeviceUpdate(

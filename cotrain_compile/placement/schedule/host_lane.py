@@ -3,7 +3,7 @@
 In: the casts and host updates of `Moves`. Out: regions issued when their inputs are on their way
 (an update on guesses first, where there is one),
 and a prefetch over the old parameter for each update whose parameter is at home on the device. What
-may go on in the next step is carried, and waited for there before its first use.
+may go on in the next step is deferred, and waited for there before its first use.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class HostLane:
             self._limit(update),
             (update.name,),
             param,
-            carried=update.next_use is not None,
+            deferred=update.next_use is not None,
         )
         self._tasks.issue(task)
         self._clock.transfer(Lane.H2D, task.name, task.nbytes, self._done_s(update))
@@ -156,7 +156,7 @@ class HostLane:
         guess = update.speculation
         confirms = guess.name if guess is not None and guess.name in self._guessed else ""
         after = (*update.inputs, *update.after, *([confirms] if confirms else []))
-        carried = update.next_use is not None
+        deferred = update.next_use is not None
         self._tasks.issue(
             HostRegion(
                 name,
@@ -165,7 +165,7 @@ class HostLane:
                 None,
                 self._limit(update),
                 after,
-                carried=carried,
+                deferred=deferred,
                 confirms=confirms,
             )
         )

@@ -45,16 +45,16 @@ def overflowing_to_disk(placed: PlacedStep) -> PlacedStep:
         if short <= 0 or disk_left <= 0:
             break
         moved = _moved(found, short, disk_left)
-        values = [] if moved else _away(found, short, disk_left)
+        values = [] if moved else _values_of(found, short, disk_left)
         if not (moved or values):
             break
         homes = {**found.placement.homes, **dict.fromkeys(moved, Tier.DISK)}
-        found = _with(found, homes, (*found.placement.away_on_disk, *values))
+        found = _with(found, homes, (*found.placement.offloaded_to_disk, *values))
     return found if found.host_bytes < placed.host_bytes else placed  # rooms may be larger
 
 
-def _with(placed: PlacedStep, homes: Mapping[str, Tier], away: Sequence[str]) -> PlacedStep:
-    placement = replace(placed.placement, homes=homes, away_on_disk=tuple(away))
+def _with(placed: PlacedStep, homes: Mapping[str, Tier], offloaded: Sequence[str]) -> PlacedStep:
+    placement = replace(placed.placement, homes=homes, offloaded_to_disk=tuple(offloaded))
     return replace(placed, placement=placement)
 
 
@@ -115,15 +115,15 @@ def _kept(placed: PlacedStep) -> Iterator[Sequence[str]]:
             yield _on_host(placed, gradients_may_rest(dataflow, param))
 
 
-def _away(placed: PlacedStep, short: int, disk_left: int) -> list[str]:
-    """Values that are away, to be so on disk, with which the host holds `short` bytes less.
+def _values_of(placed: PlacedStep, short: int, disk_left: int) -> list[str]:
+    """Values that are offloaded, to be so on disk, with which the host holds `short` bytes less.
 
-    Those that are there when it holds most, and of these those that are away longest: for the drive
-    is the slower way.
+    Those that are there when it holds most, and of these those that are offloaded longest: for the
+    drive is the slower way.
     """
     dataflow, placement, end = placed.dataflow, placed.placement, placed.program.end + 1
-    may = {name for name in placement.away if value_may_rest(dataflow, name)}
-    may -= set(placement.away_on_disk)
+    may = {name for name in placement.offloaded if value_may_rest(dataflow, name)}
+    may -= set(placement.offloaded_to_disk)
     copies = IntervalSum(end)
     spans: dict[str, Instance] = {}
     for left in left_on_host(placed.program, placement, placed.tasks):

@@ -1,7 +1,7 @@
 """Stays: the first and the last slot of each time that a buffer is on the device.
 
-In: the slots that touch a buffer, and the gaps between them in which it is away. Out: its stays, in
-their order.
+In: the slots that touch a buffer, and the gaps between them in which it is offloaded. Out: its
+stays, in their order.
 """
 
 from __future__ import annotations

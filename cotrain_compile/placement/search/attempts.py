@@ -21,7 +21,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.cover import covered, with_all_away
+from cotrain_compile.placement.search.cover import covered, with_all_offloaded
 from cotrain_compile.placement.search.found import Found, Missing, note_unsound
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
@@ -276,7 +276,7 @@ class Attempts:
             self.draft_units = max(self.draft_units, units)
 
     def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
-        """Aim lower by what was missing until it fits; at last with everything away that can be."""
+        """Aim lower by what was missing until it fits; at last with all offloaded that can be."""
         name = "greedy" + variant.suffix
         if (asked := (name, tuple(tactics))) in self.decided_greedily:
             return
@@ -301,16 +301,16 @@ class Attempts:
         if name not in self.found.drafts:
             self.keeps(name, variant, variant.least.placement, variant.least.moves)
 
-    def once_away_bytes(self, variant: Variant) -> int:
-        """The most that any op needs with all away that can be, but nothing twice."""
+    def once_offloaded_bytes(self, variant: Variant) -> int:
+        """The most that any op needs with all offloaded that can be, but nothing twice."""
         problem = variant.problem
         self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
         kept = replace(self.step.least.placement, recomputed=variant.recomputed)
-        once = replace(with_all_away(problem, kept), refetched=())
+        once = replace(with_all_offloaded(problem, kept), refetched=())
         return max(moves_of(problem, once).slot_bytes)
 
     def try_cover(self, variant: Variant) -> float:
-        """Values away by the exact profile, parameters on the host; its seconds, if it fits."""
+        """Values offloaded by the exact profile, parameters on the host; seconds, if it fits."""
         name, best_s = "cover" + variant.suffix, math.inf
         if self.covered_s.get(name) is not None:
             return self.covered_s[name]

@@ -124,8 +124,8 @@ def _hardly_fit(attempts: Attempts, levels: Levels) -> bool:
     most = attempts.problem.budgets[Tier.DEVICE]
     if not levels.count:
         return False
-    replays_bytes = attempts.once_away_bytes(levels.variant(levels.count))
-    return replays_bytes > max(ROOMY * most, attempts.once_away_bytes(attempts.step))
+    replays_bytes = attempts.once_offloaded_bytes(levels.variant(levels.count))
+    return replays_bytes > max(ROOMY * most, attempts.once_offloaded_bytes(attempts.step))
 
 
 def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:

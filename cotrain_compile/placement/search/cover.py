@@ -1,10 +1,10 @@
 """Cover: what leaves the device of the values that a step makes, chosen by the exact profile.
 
 In: a Problem, and a placement that says how parameters are kept. Out: that placement with so few
-values away that it fits, each where it is away for long.
+values offloaded that it fits, each where it is offloaded for long.
 
-At first all are away that can be, and behind that once more. Then one gap after the other is closed
-where the memory allows it at each op, first those that would need the fastest link.
+At first all are offloaded that can be, and behind that once more. Then one gap after the other is
+closed where the memory allows it at each op, first those that would need the fastest link.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALLEST = 1 / 10_000
 
 
 class Gap(NamedTuple):
-    """The slots between which a value is away; `number` 0 is the first time, 1 the second."""
+    """The slots between which a value is offloaded; `number` 0 is the first time, 1 the second."""
 
     name: str
     number: int
@@ -39,21 +39,21 @@ class Gap(NamedTuple):
 
 
 def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[Placement, Moves]:
-    """`placement` with other values away, and its moves.
+    """`placement` with other values offloaded, and its moves.
 
     They fit in `budget_bytes`, with each copy at the last moment, where anything does that has no
-    tiny ones away.
+    tiny ones offloaded.
     """
     least_bytes = SMALLEST * budget_bytes
-    everything = with_all_away(problem, placement, least_bytes)
-    away, again = set(everything.away), set(everything.refetched)
+    everything = with_all_offloaded(problem, placement, least_bytes)
+    offloaded, again = set(everything.offloaded), set(everything.refetched)
     moves = moves_of(problem, everything)
     program, used = moves.program, np.array(moves.slot_bytes)
 
     def with_values() -> Placement:
         return replace(
             everything,
-            away=tuple(name for name in everything.away if name in away),
+            offloaded=tuple(name for name in everything.offloaded if name in offloaded),
             refetched=tuple(name for name in everything.refetched if name in again),
         )
 
@@ -61,45 +61,50 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
     gaps = [*_gaps(program, least_bytes)]
     gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
     for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
-        is_open = gap.name in again if gap.number else gap.name in away and gap.name not in again
+        is_open = (
+            gap.name in again if gap.number else gap.name in offloaded and gap.name not in again
+        )
         inside = slice(gap.leaves + 1, gap.returns)
         if is_open and used[inside].max(initial=0) + gap.nbytes <= budget_bytes:
             used[inside] += gap.nbytes
-            (again if gap.number else away).remove(gap.name)
+            (again if gap.number else offloaded).remove(gap.name)
     moves = moves_of(problem, with_values())
-    # With others away some op may be elsewhere, so that a value has no time left to be away in.
-    while stay := {name for name in away - owned.keys() if not _has_gap(moves.program, name)}:
-        away, again = away - stay, again - stay
+    # With others offloaded some op may be elsewhere, so that a value has no time left to be
+    # offloaded in.
+    while stay := {name for name in offloaded - owned.keys() if not _has_gap(moves.program, name)}:
+        offloaded, again = offloaded - stay, again - stay
         moves = moves_of(problem, with_values())
     return with_values(), moves
 
 
-def with_all_away(problem: Problem, placement: Placement, least_bytes: float = 0.0) -> Placement:
-    """`placement` with all larger values away that can be, and once more where they can."""
+def with_all_offloaded(
+    problem: Problem, placement: Placement, least_bytes: float = 0.0
+) -> Placement:
+    """`placement` with all larger values offloaded that can be, and once more where they can."""
     program = place(problem, placement).program
     owned = owners(program.dataflow)
     gaps = [*_gaps(program, least_bytes)]
-    away = {gap.name for gap in gaps}
+    offloaded = {gap.name for gap in gaps}
     again = {gap.name for gap in gaps if gap.number}
-    others = (name for name in placement.away if name in owned)
-    values = [b.name for b in program.dataflow.buffers if b.name in away]
+    others = (name for name in placement.offloaded if name in owned)
+    values = [b.name for b in program.dataflow.buffers if b.name in offloaded]
     return replace(
         placement,
-        away=(*others, *values),
+        offloaded=(*others, *values),
         refetched=tuple(name for name in values if name in again),
     )
 
 
 def _has_gap(program: DeviceProgram, name: str) -> bool:
-    return bool(program.order.gaps_away(name))
+    return bool(program.order.offloaded_gaps(name))
 
 
 def _gaps(program: DeviceProgram, least_bytes: float) -> Iterator[Gap]:
-    """The gaps in which values may be away, of those that belong to no parameter."""
-    gaps_away = program.order.gaps_away
+    """The gaps in which values may be offloaded, of those that belong to no parameter."""
+    offloaded_gaps = program.order.offloaded_gaps
     for buffer in _values(program.dataflow):
         if buffer.nbytes > least_bytes:
-            for number, gap in enumerate(gaps_away(buffer.name)):
+            for number, gap in enumerate(offloaded_gaps(buffer.name)):
                 yield Gap(buffer.name, number, *gap, buffer.nbytes)
 
 

@@ -36,7 +36,7 @@ def from_whole(problem: Problem, whole: Plan) -> Plan | None:
         before,
         recomputed=again,
         recomputed_apart=apart,
-        away=tuple(name for name in before.away if name in left.dataflow.buffer),
+        offloaded=tuple(name for name in before.offloaded if name in left.dataflow.buffer),
         refetched=(),
     )
     placement, moves = covered(left, placement, problem.budgets[Tier.DEVICE])

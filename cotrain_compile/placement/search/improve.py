@@ -60,7 +60,7 @@ def fetch_late(attempts: Attempts) -> None:
 
 
 def cover_values(attempts: Attempts) -> None:
-    """The fastest plan with its values away by the exact profile, if that is faster."""
+    """The fastest plan with its values offloaded by the exact profile, if that is faster."""
     fastest = attempts.found.fastest
     if fastest is None or not fastest.tasks or fastest.placement.overlap_steps:
         return
@@ -107,7 +107,7 @@ def _try_share(attempts: Attempts, problem: Problem, placement: Placement, share
                 attempts.found.keep(
                     shared.policy, attempts.drafted(problem, shared, moves, tactics)
                 )
-            break  # with gradients away it fits, and they are in nobody's way
+            break  # with gradients offloaded it fits, and they are in nobody's way
     return attempts.found.fastest is not before
 
 
@@ -167,5 +167,5 @@ def _resting(placement: Placement, groups: list[UpdateGroup]) -> Placement:
             **placement.updates,
             **dict.fromkeys((group.param for group in groups), UpdateMode.RESIDENT),
         },
-        away=tuple(name for name in placement.away if name not in weights),
+        offloaded=tuple(name for name in placement.offloaded if name not in weights),
     )

@@ -35,10 +35,10 @@ from cotrain_compile.support.units import format_budget, format_bytes, format_ex
 
 
 def floor_bytes(problem: Problem) -> int:
-    """Device bytes that every plan needs: the most that one op touches which no plan moves away.
+    """Device bytes that every plan needs: the most that one op touches which no plan offloads.
 
     Known without looking for a plan. `refuse` tells of as much or more: the least with everything
-    away that can be.
+    offloaded that can be.
     """
     dataflow = problem.dataflow
     copies = set(low_precision_copies(dataflow).values())
@@ -143,9 +143,9 @@ def _less_on_the_host(problem: Problem, least: Least) -> str:
             f"{format_bytes(kept)})",
         ),
         (
-            least.away_bytes,
+            least.offloaded_bytes,
             "make the batch or the sequence smaller, or keep fewer activations (remat=True, "
-            f"torch.utils.checkpoint): {format_bytes(least.away_bytes)} of them are offloaded",
+            f"torch.utils.checkpoint): {format_bytes(least.offloaded_bytes)} of them are offloaded",
         ),
     ]
     ways.sort(key=lambda way: -way[0])
@@ -156,28 +156,28 @@ def _less_on_the_host(problem: Problem, least: Least) -> str:
 class Least:
     """A placement with what it moves and the device bytes that it needs.
 
-    Of its temporaries `away_bytes` are away.
+    Of its temporaries `offloaded_bytes` are offloaded.
     """
 
     placement: Placement
     moves: Moves
     nbytes: int
-    away_bytes: int
+    offloaded_bytes: int
 
 
 def least_of(problem: Problem) -> Least:
     """What needs least of the device; what `problem` makes again is given.
 
-    What may be away is looked for op by op: longer buckets hide gaps.
+    What may be offloaded is looked for op by op: longer buckets hide gaps.
     """
     space = decision_space(problem, None, everything=True)
     placement = space.placement("auto", least_memory(space))
     program = place(problem, placement).program
     owned = owners(program.dataflow)
-    passing = (name for name in placement.away if name not in owned)
-    again = tuple(name for name in passing if len(program.order.gaps_away(name)) > 1)
+    passing = (name for name in placement.offloaded if name not in owned)
+    again = tuple(name for name in passing if len(program.order.offloaded_gaps(name)) > 1)
     placement = replace(placement, refetched=again)
     moves = moves_of(problem, placement)
     nbytes = shortfall_bytes(problem.with_budget(Tier.DEVICE, 0), moves)
-    away_bytes = sum(decision.cluster.nbytes for decision in space.activations)
-    return Least(placement, moves, nbytes, away_bytes)
+    offloaded_bytes = sum(decision.cluster.nbytes for decision in space.activations)
+    return Least(placement, moves, nbytes, offloaded_bytes)

@@ -4,11 +4,11 @@ In: the attempts so far. Out: what is faster is found there, too.
 
 Levels have what is best at some price of a byte, and cuts one value of each layer. Near the least
 memory single ops count, and a byte has no one price. There one kind of value after the other that
-leaves the device is made again instead, in all layers alike: that with most away first. What else
-leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep on the
-device is made again with it, or leaves in its place where that is smaller: of a cast, half as much.
-Where much of what a kind is made of is needed again later, it is made apart, too: that is gone
-meanwhile, and made twice.
+leaves the device is made again instead, in all layers alike: that with most offloaded first. What
+else leaves is chosen anew (`cover`), and the schedule is the judge. What a value alone would keep
+on the device is made again with it, or leaves in its place where that is smaller: of a cast, half
+as much. Where much of what a kind is made of is needed again later, it is made apart, too: that is
+gone meanwhile, and made twice.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _try(
         policy=name,
         recomputed=names,
         recomputed_apart=own,
-        away=tuple(each for each in fastest.placement.away if each in buffer),
+        offloaded=tuple(each for each in fastest.placement.offloaded if each in buffer),
         refetched=(),
     )
     placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
@@ -138,11 +138,11 @@ class _Kinds:
         self, placement: Placement, least_bytes: float
     ) -> Iterator[tuple[frozenset[str], bool]]:
         """Each kind that is worth it, and whether it is to be made apart: the cheapest first."""
-        away = self.away(placement, least_bytes)
-        yield from ((kind, False) for kind in away)
+        offloaded = self.offloaded(placement, least_bytes)
+        yield from ((kind, False) for kind in offloaded)
         again, done = frozenset(placement.recomputed), set(placement.recomputed_apart)
         made = (kind for kind in self.groups if kind <= again and not kind <= done)
-        twice = {kind: self._twice(kind, again) for kind in (*made, *away)}
+        twice = {kind: self._twice(kind, again) for kind in (*made, *offloaded)}
         large = (kind for kind, (nbytes, _) in twice.items() if nbytes > least_bytes)
         yield from ((kind, True) for kind in sorted(large, key=lambda kind: twice[kind][1]))
 
@@ -161,13 +161,13 @@ class _Kinds:
             spent_s += math.fsum(self.device_s[self.maker[name].name] for name in sorted(seen))
         return found, spent_s
 
-    def away(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
-        """The kinds with more than `least_bytes` away, that with most first.
+    def offloaded(self, placement: Placement, least_bytes: float) -> list[frozenset[str]]:
+        """The kinds with more than `least_bytes` offloaded, that with most first.
 
         Before all others those with smaller sources: they need next to no work.
         """
-        away = set(placement.away)
-        gone = {group: self._nbytes(away & group) for group in self.groups}
+        offloaded = set(placement.offloaded)
+        gone = {group: self._nbytes(offloaded & group) for group in self.groups}
         large = (group for group, nbytes in gone.items() if nbytes > least_bytes)
         return sorted(large, key=lambda kind: (self.with_sources(kind) != kind, -gone[kind]))
 

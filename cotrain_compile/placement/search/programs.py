@@ -1,7 +1,7 @@
 """Programs: the integer programs of a search, each built for a space and solved with its work.
 
 In: a space of decisions, and what each tier may take. Out: what the solver came back with. A space
-whose careful program has no solution is not tried again with less memory.
+whose conservative program has no solution is not tried again with less memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_WORK = Solution(WORK_LIMIT, None, math.inf, math.inf, 0.0, 0.0)
 class Programs:
     """Solves programs as `settings` say, each with the work that `begin` has for it.
 
-    `has_solutions` says whether the careful
+    `has_solutions` says whether the conservative
     program of some level may have one: where that of all levels has none, it takes longer to find
     that out for each of them than the greedy takes. `was_cut_short` says whether some program was
     not solved for want of work. One that is sure to be, as less is left than the quickest of those
@@ -45,7 +45,7 @@ class Programs:
         self.has_solutions = True
         self.was_cut_short = False
         self.least_units = 0.0  # of those that were solved
-        # Spaces whose careful programs have no solution, each with the device budget of that.
+        # Spaces whose conservative programs have no solution, each with the device budget of that.
         self.too_tight: list[tuple[DecisionSpace, float]] = []
 
     def solve(
@@ -53,13 +53,13 @@ class Programs:
         space: DecisionSpace,
         targets: Mapping[Tier, float],
         *,
-        careful: bool = True,
+        conservative: bool = True,
         whole: bool = False,
         cyclic: bool = False,
         known_s: float = math.inf,
         never_loose: bool = False,
     ) -> Solution:
-        """What a program comes back with: a careful one is loose where it would have no solution.
+        """What a program comes back with: a conservative one is loose where it has no solution.
 
         The price of what is beyond the budget is not in the time of a step, and so a loose one is
         rounded whatever is known.
@@ -68,12 +68,12 @@ class Programs:
             Program,
             space,
             *(targets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST)),
-            relaxed=not careful,
+            relaxed=not conservative,
             whole=whole,
             cyclic=cyclic,
             large_bytes=LARGE * targets[Tier.DEVICE],
         )
-        target, may_be_loose = targets[Tier.DEVICE], careful and not (cyclic or never_loose)
+        target, may_be_loose = targets[Tier.DEVICE], conservative and not (cyclic or never_loose)
         known = any(each is space and target <= most for each, most in self.too_tight)
         known = known or not self.has_solutions
         if not (may_be_loose and known):

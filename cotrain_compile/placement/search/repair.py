@@ -1,4 +1,4 @@
-"""Repair: a placement that is too large for the device, with as little more away as does.
+"""Repair: a placement that is too large for the device, with as little more offloaded as does.
 
 In: a Problem, a placement with what it moves, and the least one of the same step. Out: a placement
 between the two, with what that moves.
@@ -21,7 +21,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
-from cotrain_compile.placement.search.cover import with_all_away
+from cotrain_compile.placement.search.cover import with_all_offloaded
 from cotrain_compile.placement.search.infeasible import Least
 from cotrain_compile.plan import Placement, UpdateMode
 
@@ -35,21 +35,21 @@ def repaired(
     least: Callable[[], Least],
     budget_bytes: int,
 ) -> tuple[Placement, Moves]:
-    """`placement` with so much away that no op has more than `budget_bytes` alive, and its moves.
+    """`placement` with so much offloaded that `budget_bytes` is the most alive, and its moves.
 
     Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
     that where `least` does not fit, which is asked for only where parameters have to change.
     """
     dataflow = moves.program.dataflow
-    may_leave = set(with_all_away(problem, placement).away).difference(owners(dataflow))
+    may_leave = set(with_all_offloaded(problem, placement).offloaded).difference(owners(dataflow))
     while True:
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
             return placement, moves
         # What updates alone read that have gone to the host is not on the device any more.
-        movable = may_leave.intersection(moves.program.touches).difference(placement.away)
-        away = _temporaries(moves, movable, used, budget_bytes)
-        placement = replace(placement, away=(*placement.away, *away))
+        movable = may_leave.intersection(moves.program.touches).difference(placement.offloaded)
+        offloaded = _temporaries(moves, movable, used, budget_bytes)
+        placement = replace(placement, offloaded=(*placement.offloaded, *offloaded))
         slot = int(used.argmax())
         if (short := int(used[slot]) - budget_bytes) > 0:
             before = placement
@@ -80,7 +80,7 @@ def _without_params(
 
 
 def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int) -> list[str]:
-    """Those of `movable` to send away until they free nothing where most is missing.
+    """Those of `movable` to offload until they free nothing where most is missing.
 
     One in whose place smaller ones do together comes back. `used` are the bytes in each slot, less
     what leaves.
@@ -113,8 +113,8 @@ def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int
 def _leaving(gap_of: Bytes, stays: NDArray[np.bool_], used: Bytes, budget_bytes: int) -> list[int]:
     """What leaves of those that stay, where most is missing, the smallest that is enough first.
 
-    By number in `gap_of`, whose rows are the slots between which it is away, and its bytes. `stays`
-    and `used` are changed accordingly.
+    By number in `gap_of`, whose rows are the slots between which it is offloaded, and its bytes.
+    `stays` and `used` are changed accordingly.
     """
     leaves, returns, nbytes = gap_of.T
     chosen = list[int]()
@@ -179,14 +179,14 @@ def _as_in_least(
     """`placement` with the parameters that leave kept and updated as in the least one."""
     chosen, wanted = set(leaving), least.placement
     owned = {name for name, param in params.items() if param in chosen}
-    away = [name for name in placement.away if name not in owned]
+    offloaded = [name for name in placement.offloaded if name not in owned]
     return replace(
         placement,
         homes={n: wanted.homes[n] if n in owned else tier for n, tier in placement.homes.items()},
         updates={
             n: wanted.updates[n] if n in chosen else mode for n, mode in placement.updates.items()
         },
-        away=(*away, *(name for name in wanted.away if name in owned)),
+        offloaded=(*offloaded, *(name for name in wanted.offloaded if name in owned)),
         speculative=(
             *(name for name in placement.speculative if name not in chosen),
             *(name for name in wanted.speculative if name in chosen),

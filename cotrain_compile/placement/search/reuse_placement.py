@@ -3,7 +3,7 @@
 Rest on host: a plan's placement with everything that outlives the step at home on the host.
 
 In: a plan. Out: one for the same step and budgets that leaves the device empty at its end, as
-another step uses it then. What is away or made again within the step stays so; parameters are
+another step uses it then. What is offloaded or made again within the step stays so; parameters are
 fetched for their uses, and updates run on the host where they are.
 """
 
@@ -47,14 +47,14 @@ def reuse_placement(
         ordered = by_layer(dataflow, size)
     except OrderIsKept:
         ordered, size = dataflow, 0
-    away = tuple(name for name in placement.away if name in ordered.buffer)
+    offloaded = tuple(name for name in placement.offloaded if name in ordered.buffer)
     may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
     reused = replace(
         placement,
-        away=away,
-        refetched=tuple(name for name in placement.refetched if name in away),
-        away_on_disk=tuple(name for name in placement.away_on_disk if name in away),
+        offloaded=offloaded,
+        refetched=tuple(name for name in placement.refetched if name in offloaded),
+        offloaded_to_disk=tuple(name for name in placement.offloaded_to_disk if name in offloaded),
         recomputed=again,
         recomputed_apart=tuple(name for name in placement.recomputed_apart if name in may),
         layers_per_pack=size,

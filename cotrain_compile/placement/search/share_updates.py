@@ -62,17 +62,17 @@ def with_share_streamed(
 ) -> Iterator[tuple[Placement, Moves]]:
     """`placement` with about `share` of the bytes that the host updates streamed instead.
 
-    With their gradients away until their updates, and with these on the device; each with its
+    With their gradients offloaded until their updates, and with these on the device; each with its
     moves. What then stays on the device where that is full is left to the host.
     """
     hosted = hosted_updates(problem, placement)
-    for gradient_away in (True, False):
+    for gradient_offloaded in (True, False):
         among = hosted
         for _ in range(DROPPED + 1):
             chosen = _spread(problem, among, share)
             if not chosen:
                 break
-            shared = _streamed(problem, placement, chosen, gradient_away)
+            shared = _streamed(problem, placement, chosen, gradient_offloaded)
             moves = moves_of(problem, shared)
             if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
                 yield shared, moves
@@ -110,32 +110,34 @@ def _spread(problem: Problem, groups: Sequence[UpdateGroup], share: float) -> li
 
 
 def _streamed(
-    problem: Problem, placement: Placement, groups: list[UpdateGroup], gradient_away: bool
+    problem: Problem, placement: Placement, groups: list[UpdateGroup], gradient_offloaded: bool
 ) -> Placement:
     dataflow = problem.dataflow
     copies = low_precision_copies(dataflow)
-    homes, updates, away = (
+    homes, updates, offloaded = (
         dict(placement.homes),
         dict(placement.updates),
-        dict.fromkeys(placement.away),
+        dict.fromkeys(placement.offloaded),
     )
     for group in groups:
         param = group.param
         fetched = copies.get(param, param)
         before = strategy_of(dataflow, placement, param, fetched)
         passes = dataflow.buffer[group.gradient].is_passing  # what is kept has a home
-        leaves = gradient_away and passes and before.fetches in (0, 2)
+        leaves = gradient_offloaded and passes and before.fetches in (0, 2)
         placed = Strategy(UpdateMode.STREAMED, before.fetches, leaves).placed(
             dataflow, param, fetched
         )
         for name in (fetched, group.gradient):
-            away.pop(name, None)
+            offloaded.pop(name, None)
         homes |= placed.homes
         updates |= placed.updates
-        away |= dict.fromkeys(placed.away)
+        offloaded |= dict.fromkeys(placed.offloaded)
     chosen = {group.param for group in groups}
     guesses = tuple(name for name in placement.speculative if name not in chosen)
-    return replace(placement, homes=homes, updates=updates, away=tuple(away), speculative=guesses)
+    return replace(
+        placement, homes=homes, updates=updates, offloaded=tuple(offloaded), speculative=guesses
+    )
 
 
 def _nbytes(problem: Problem, group: UpdateGroup) -> int:

@@ -277,7 +277,7 @@ class _Search(Attempts):
             yield from self.levels.uniform
 
     def _keep_least(self) -> None:
-        """All away that can be, at the first level with which that fits."""
+        """All offloaded that can be, at the first level with which that fits."""
         for variant in self._kinds():
             if self.keeps("least", variant, variant.least.placement, variant.least.moves):
                 return

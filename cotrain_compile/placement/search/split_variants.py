@@ -211,7 +211,7 @@ def _needs(problem: Problem) -> tuple[int, int]:
 
 
 def _least(problem: Problem, splits: Splits) -> int:
-    """Bytes of the device that the step in parts needs with all that can be away."""
+    """Bytes of the device that the step in parts needs with all that can be offloaded."""
     return least_of(_in_parts(problem, splits)).nbytes
 
 

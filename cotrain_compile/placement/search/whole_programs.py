@@ -76,7 +76,7 @@ def _cyclic_program(attempts: Attempts, variant: Variant, *, whole: bool) -> Non
 def _program(attempts: Attempts, variant: Variant, *, whole: bool) -> None:
     """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
 
-    Where the careful program finds nothing in a budget or in time, and what is found so far is
+    Where the conservative program finds nothing in a budget or in time, and what is found so far is
     far from its claim, the relaxed one decides, at last with split clusters, rounded: the
     scheduler keeps to the budget whatever is decided, and only time is at stake.
     """
@@ -87,10 +87,10 @@ def _program(attempts: Attempts, variant: Variant, *, whole: bool) -> None:
     margins, before_short = dict.fromkeys(budgets, 0.0), 0
     for number in range(1, ROUNDS + 1):
         attempts.rounds = number
-        careful, in_one = versions[0]
-        space = variant.space if careful else variant.peak_space
+        conservative, in_one = versions[0]
+        space = variant.space if conservative else variant.peak_space
         targets = {tier: budgets[tier] - margins[tier] for tier in budgets}
-        solution = attempts.solver.solve(space, targets, careful=careful, whole=in_one)
+        solution = attempts.solver.solve(space, targets, conservative=conservative, whole=in_one)
         if solution.decisions is None:
             attempts.is_cut_short |= solution.is_cut_short
             attempts.solution = attempts.solution or solution  # its status is to be told
@@ -104,7 +104,7 @@ def _program(attempts: Attempts, variant: Variant, *, whole: bool) -> None:
         if attempts.solution is None or (found is not before and found is attempts.found.fastest):
             attempts.solution = solution  # the claim that belongs to the plan
         trusted = attempts.is_trusted(name, solution)
-        settled = trusted or attempts.is_late or not careful or solution.is_loose
+        settled = trusted or attempts.is_late or not conservative or solution.is_loose
         if found is not None and settled:
             return
         tier, short = missing or (Tier.DEVICE, 0)

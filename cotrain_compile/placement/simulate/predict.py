@@ -54,7 +54,7 @@ class FromDisk:
         self._placed, self._machine = placed, placed.problem.machine
         homes = placed.placement.homes.items()
         self._on_disk = {name for name, tier in homes if tier is Tier.DISK}
-        self._on_disk |= set(placed.placement.away_on_disk)
+        self._on_disk |= set(placed.placement.offloaded_to_disk)
         self._written: list[str] = []  # of all parts of updates so far
         self._used: list[str] = []  # of all parts of casts and fetches
         self._stored: list[str] = []  # of all parts of offloads
@@ -156,7 +156,7 @@ MEMBER = 0.31
 def step_s(placed: PlacedStep) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
     works = joined_works_of(placed)
-    if any(task.carried for task in placed.tasks):
+    if any(task.deferred for task in placed.tasks):
         return timeline_of(placed, works).makespan_s
     machine = placed.problem.machine
     return makespan_s(works, lanes_of(machine), machine.contention)
@@ -165,7 +165,7 @@ def step_s(placed: PlacedStep) -> float:
 def predict(placed: PlacedStep) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
-    Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
+    Where tasks are deferred it is a step in the steady state, see `steady`. Host memory is an upper
     bound, see `host_memory.host_bytes`.
     """
     timeline = timeline_of(placed, works_of(placed))
@@ -190,10 +190,10 @@ def predict_steady_state(placed: PlacedStep, *, steps: int = 8) -> Periodic:
 
 
 def timeline_of(placed: PlacedStep, works: Sequence[Work]) -> Timeline:
-    """When the `works` of a step run; where tasks are carried, of one in the steady state."""
+    """When the `works` of a step run; where tasks are deferred, of one in the steady state."""
     machine = placed.problem.machine
     lanes, contention = lanes_of(machine), machine.contention
-    if any(task.carried for task in placed.tasks):
+    if any(task.deferred for task in placed.tasks):
         return steady_step(works, placed.tasks, lanes, contention)
     return simulate(works, lanes, contention)
 
@@ -220,7 +220,7 @@ def works_of(
 ) -> list[Work]:
     """The step as works: device ops in order, each after the tasks waited for before it.
 
-    What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
+    What is deferred is waited for by ops of the next step, as `engine.repeat` joins them.
     Issuing tasks holds up the op that follows, see `held_up_s`. An exchange with other ranks begins
     behind its op.
     """
@@ -270,10 +270,10 @@ class _OnDevice:
 def _on_device(placed: PlacedStep) -> _OnDevice:
     problem, program, tasks = placed.problem, placed.program, placed.tasks
     waits: dict[str, tuple[str, ...]] = {}
-    carried: dict[str, tuple[str, ...]] = {}
+    deferred: dict[str, tuple[str, ...]] = {}
     for task in tasks:
         if task.wait_before is not None:
-            waiting = carried if task.carried else waits
+            waiting = deferred if task.deferred else waits
             waiting[task.wait_before] = (*waiting.get(task.wait_before, ()), task.name)
     for op in program.ops if problem.costs.network_s else ():
         if awaited := _awaited(problem, op):
@@ -283,7 +283,7 @@ def _on_device(placed: PlacedStep) -> _OnDevice:
     if problem.machine.issue_s:
         held_s = held_up_s(problem, program, _starts(program.order.following, tasks))
         seconds |= {name: seconds[name] + more_s for name, more_s in held_s.items()}
-    return _OnDevice(seconds, waits, carried)
+    return _OnDevice(seconds, waits, deferred)
 
 
 def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float]) -> list[Work]:
@@ -394,13 +394,13 @@ def _curve(
 
 
 END = "end of step"
-# What is carried is waited for in the next step, so that the first few steps tell all.
+# What is deferred is waited for in the next step, so that the first few steps tell all.
 STEPS = 6
 
 
 def repeatable(works: Sequence[Work], tasks: Sequence[Task]) -> list[Work]:
-    """`works` of which each step begins when the one before is complete but for what is carried."""
-    end = Work(END, Lane.DEVICE, 0.0, after=tuple(t.name for t in tasks if not t.carried))
+    """`works` of which each step begins when all of the one before is done that is not deferred."""
+    end = Work(END, Lane.DEVICE, 0.0, after=tuple(t.name for t in tasks if not t.deferred))
     # What needs nothing of its own step could start at once: it waits for the step before.
     begun = [
         work if work.after else replace(work, after_previous=(*work.after_previous, END))

@@ -34,22 +34,22 @@ def bring_home(
         groups.setdefault(key, []).append(tensor)
         tiers.setdefault(key, tier)
     for wanted in (Tier.HOST, Tier.DEVICE):
-        away = [
+        offloaded = [
             members
             for key, members in groups.items()
             if tiers[key] is wanted and not _is_home(members[0], wanted, card, pool)
         ]
-        for some in _together(away):
+        for some in _together(offloaded):
             if wanted is Tier.HOST:
                 pool.reserve([members[0].untyped_storage().nbytes() for members in some])
             for members in some:
                 _move(members, wanted, card, pool)
 
 
-def _together(away: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
+def _together(offloaded: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
     """What is moved before the next memory is pinned: so much is held twice at most."""
     some, nbytes = list[list[torch.Tensor]](), 0
-    for members in away:
+    for members in offloaded:
         if some and nbytes + members[0].untyped_storage().nbytes() > MAPPING_BYTES:
             yield some
             some, nbytes = [], 0

@@ -48,11 +48,13 @@ class Drive:
         self.reading = Rooms(read_room_bytes(dataflow, placement))
         self.writing = Rooms(write_room_bytes(dataflow, placement))
         sent = {t.buffer: t for t in plan.transfers if t.is_offload and not t.destination}
-        # A value that is away has one file for all steps: it is read before it is written anew.
-        self._away = {
-            sent[name].name: torch.empty(0, dtype=torch.uint8) for name in placement.away_on_disk
+        # A value that is offloaded has one file for all steps: it is read before it is written
+        # anew.
+        self._values = {
+            sent[name].name: torch.empty(0, dtype=torch.uint8)
+            for name in placement.offloaded_to_disk
         }
-        self._sizes = {sent[name].name: sent[name].nbytes for name in placement.away_on_disk}
+        self._sizes = {sent[name].name: sent[name].nbytes for name in placement.offloaded_to_disk}
         # What a step leaves in `.grad` is the user's: each has a file of its own.
         self._left = {
             task.name for name, task in sent.items() if placement.homes.get(name) is Tier.DISK
@@ -61,16 +63,16 @@ class Drive:
 
     def stores(self, task: str) -> bool:
         """Whether the offload `task` makes a copy on disk, and not on the host."""
-        return task in self._away or task in self._left
+        return task in self._values or task in self._left
 
     def destination(self, task: str, row: torch.Tensor) -> torch.Tensor:
         """A row on disk for what offload `task` copies of `row`. Raises `DiskError`."""
-        known = self._away.get(task)
+        known = self._values.get(task)
         if known is not None and known.nbytes == row.nbytes:
             return known.view(row.dtype)
         made = new_on_disk(row, self.folder)
         if known is not None:
-            self._away[task] = made.view(torch.uint8)
+            self._values[task] = made.view(torch.uint8)
         return made
 
     @property
@@ -120,7 +122,7 @@ class Drive:
             row[here].copy_(piece)
 
     def bring_home(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let `tensors` rest in files, and make those of values that are away.
+        """Let `tensors` rest in files, and make those of values that are offloaded.
 
         Raises `DiskError`.
         """

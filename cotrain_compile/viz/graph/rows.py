@@ -35,7 +35,7 @@ class Sign(StrEnum):
     """What a plan does to a layer."""
 
     FETCHED = "weights fetched from the host"
-    AWAY = "activations offloaded and prefetched"
+    OFFLOADED = "activations offloaded and prefetched"
     AGAIN = "recomputed for the backward"
     PARTS = "runs in parts"
     ON_HOST = "updated on the host"
@@ -137,7 +137,7 @@ class _Facts:
         of_task = known.of_tasks(plan)
         for task in plan.transfers:
             kind, is_fetch = kinds[task.buffer], task.direction == "prefetch"
-            sign = {"weight": Sign.FETCHED, "activation": Sign.AWAY}.get(kind)
+            sign = {"weight": Sign.FETCHED, "activation": Sign.OFFLOADED}.get(kind)
             if sign is not None and is_fetch:
                 self.marked[sign][of_task[task.name]] += task.nbytes
         parts = split_regions(self.dataflow, placement.splits)
@@ -166,7 +166,7 @@ class _Facts:
 
 _GLYPHS: Mapping[Sign, str] = {
     Sign.FETCHED: "↑",
-    Sign.AWAY: "↕",
+    Sign.OFFLOADED: "↕",
     Sign.AGAIN: "↻",
     Sign.PARTS: "÷",
     Sign.ON_HOST: "⌂",
@@ -174,7 +174,7 @@ _GLYPHS: Mapping[Sign, str] = {
 }
 _INK: Mapping[Sign, str] = {
     Sign.FETCHED: COLOURS["weight"],
-    Sign.AWAY: COLOURS["activation"],
+    Sign.OFFLOADED: COLOURS["activation"],
     Sign.AGAIN: COLOURS["recomputed"],
     Sign.PARTS: COLOURS["work on the device"],
     Sign.ON_HOST: COLOURS["update on the host"],

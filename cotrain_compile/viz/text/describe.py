@@ -151,7 +151,9 @@ def _buffers_named_by(plan: Plan) -> set[str]:
     made = {region.makes for region in plan.host_regions if region.makes}
     updated = {region.param for region in plan.host_regions}
     return (
-        {*(transfer.buffer for transfer in plan.transfers), *plan.placement.away} | made | updated
+        {*(transfer.buffer for transfer in plan.transfers), *plan.placement.offloaded}
+        | made
+        | updated
     )
 
 

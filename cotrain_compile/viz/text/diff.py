@@ -84,7 +84,7 @@ def _kept(plan: Plan) -> dict[str, str]:
 
 
 def _away(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]:
-    was, now = before.placement.away, after.placement.away
+    was, now = before.placement.offloaded, after.placement.offloaded
     yield from _changed(was, now, "leave the device", "stay on the device", dataflow)
 
 

@@ -104,7 +104,7 @@ class Narrator:
             say([_row("again", f"the step is compiled again: {why}")])
 
     def tell_surplus(self, plan: Plan) -> None:
-        """Say what the rehearsal of `plan` has added to its notes."""
+        """Say what the dry run of `plan` has added to its notes."""
         if self.level >= SUMMARY:
             say([_row("dry run", plan.notes[-1])])
 
@@ -150,12 +150,15 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
 
 def parameter_lines(problem: Problem, plan: Plan) -> Iterator[str]:
     """How each parameter is kept, and what leaves the device between its uses."""
-    strategies, on_disk = every_strategy(problem, plan.placement), {*plan.placement.away_on_disk}
+    strategies, on_disk = (
+        every_strategy(problem, plan.placement),
+        {*plan.placement.offloaded_to_disk},
+    )
     for param in plan.placement.updates:
         kept = strategies[param].words
         nbytes = problem.dataflow.buffer[param].nbytes
         yield f"  {format_bytes(nbytes):>10}  {param}: {kept}"
-    for name in plan.placement.away:
+    for name in plan.placement.offloaded:
         nbytes = problem.dataflow.buffer[name].nbytes
         where = " to disk" if name in on_disk else ""
         yield f"  {format_bytes(nbytes):>10}  {name}: offloaded{where} between its uses"

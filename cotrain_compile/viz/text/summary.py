@@ -257,7 +257,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _overlap(plan: Plan) -> Iterator[str]:
-    if updates := sum(isinstance(task, HostRegion) for task in plan.carried):
+    if updates := sum(isinstance(task, HostRegion) for task in plan.deferred):
         yield f"overlap     {updates} updates on the host may end in the next step"
 
 

@@ -1,4 +1,4 @@
-"""The first step: a rehearsal out of memory changes nothing, and a smaller plan follows."""
+"""The first step: a dry run out of memory changes nothing, and a smaller plan follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.rehearsal import LEAST_STEP
+from cotrain_compile.backends.lifecycle.dry_run import LEAST_STEP
 from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
@@ -96,9 +96,9 @@ def resident_peak_bytes() -> int:
     return cotrain_compile.inspect(step).predicted.peak_bytes[Tier.DEVICE]
 
 
-def test_a_rehearsal_leaves_training_and_random_numbers_as_they_were() -> None:
-    rehearsed, eager = Training(), Training()
-    found = rehearsed.run(rehearsed.compiled(host_kernels="captured", policy="coarse"))
+def test_a_dry_run_leaves_training_and_random_numbers_as_they_were() -> None:
+    dry_run_first, eager = Training(), Training()
+    found = dry_run_first.run(dry_run_first.compiled(host_kernels="captured", policy="coarse"))
     torch.testing.assert_close(found, eager.run(eager.step), rtol=1e-3, atol=1e-4)
 
 
@@ -122,7 +122,7 @@ def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> Non
     assert last.plan.budgets[Tier.DEVICE] == budget
     assert last.measured is not None
     peak = last.measured.peak_bytes[Tier.DEVICE]
-    assert peak == last.rehearsed_device_bytes
+    assert peak == last.dry_run_device_bytes
     assert last.predicted.peak_bytes[Tier.DEVICE] < peak <= budget
     assert "a dry run took" in last.plan.notes[-1]
 
@@ -133,8 +133,8 @@ def test_a_plan_for_less_may_take_the_whole_budget() -> None:
     with hidden_memory(10_000), noting_plans() as plans, pytest.warns(match="planned again"):
         training.run(training.compiled(memory_budget=budget, policy="auto"))
     last = plans[-1]
-    assert last.rehearsed_device_bytes is not None
-    assert last.problem.budgets[Tier.DEVICE] < last.rehearsed_device_bytes <= budget
+    assert last.dry_run_device_bytes is not None
+    assert last.problem.budgets[Tier.DEVICE] < last.dry_run_device_bytes <= budget
 
 
 def test_the_second_plan_knows_what_is_behind_the_place_where_the_first_ran_out() -> None:
@@ -143,8 +143,8 @@ def test_the_second_plan_knows_what_is_behind_the_place_where_the_first_ran_out(
     with hidden_memory(40_000), noting_plans() as plans, pytest.warns(match="planned again"):
         training.run(training.compiled(memory_budget=budget))
     assert len(plans) == 2
-    assert plans[-1].rehearsed_device_bytes is not None
-    assert plans[-1].rehearsed_device_bytes <= budget
+    assert plans[-1].dry_run_device_bytes is not None
+    assert plans[-1].dry_run_device_bytes <= budget
 
 
 def test_where_a_twentieth_less_does_not_fit_only_what_is_missing_comes_off() -> None:
@@ -156,24 +156,24 @@ def test_where_a_twentieth_less_does_not_fit_only_what_is_missing_comes_off() ->
         training.run(training.compiled(memory_budget=budget))
     last = plans[-1]
     assert last.problem.budgets[Tier.DEVICE] > (1 - LEAST_STEP) * budget
-    assert last.rehearsed_device_bytes is not None
-    assert last.rehearsed_device_bytes <= budget
+    assert last.dry_run_device_bytes is not None
+    assert last.dry_run_device_bytes <= budget
 
 
 def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> None:
     """A card fails below the plan: another process has the rest of its memory."""
     training, budget = Training(), resident_peak_bytes()
     limit = int(0.8 * budget)
-    rehearse = CompiledStep.rehearse
+    dry_run = CompiledStep.dry_run
 
     def on_a_small_card(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
-        rehearse(self, inputs, again=again)
+        dry_run(self, inputs, again=again)
         if self.peak_bytes[Tier.DEVICE] > limit:
             self._device.meter.peak_bytes[Tier.DEVICE] = limit - 1000
             raise torch.OutOfMemoryError("the card is full")
 
     with (
-        mock.patch.object(CompiledStep, "rehearse", on_a_small_card),
+        mock.patch.object(CompiledStep, "dry_run", on_a_small_card),
         noting_plans() as plans,
         pytest.warns(UserWarning, match="planned again"),
     ):
@@ -228,7 +228,7 @@ def test_a_later_step_without_room_is_planned_and_run_again_and_exact(share: flo
     expected = undisturbed.run(undisturbed.compiled(**options), steps=5)
     with noting_plans() as plans:
         step = disturbed.compiled(**options)
-        # The rehearsal has four layers, too, in which no step has been.
+        # The dry run has four layers, too, in which no step has been.
         with (
             full_card_in(plans, at=3, of_step=3, once=True),
             pytest.warns(
@@ -298,17 +298,17 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
 def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call(
     policy: str,
 ) -> None:
-    """A card has the memory, so the rehearsal comes to its end, but the budget says less."""
+    """A card has the memory, so the dry run comes to its end, but the budget says less."""
     training = Training()
     before = training.tensors()
-    rehearse = CompiledStep.rehearse
+    dry_run = CompiledStep.dry_run
 
     def on_a_large_card(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
-        rehearse(self, inputs, again=again)
+        dry_run(self, inputs, again=again)
         self._device.meter.peak_bytes[Tier.DEVICE] = self.allowed_bytes + 2048
 
     step = training.compiled(policy=policy, memory_budget=resident_peak_bytes())
-    with mock.patch.object(CompiledStep, "rehearse", on_a_large_card), noting_plans() as plans:
+    with mock.patch.object(CompiledStep, "dry_run", on_a_large_card), noting_plans() as plans:
         for _ in range(2):
             with pytest.raises(
                 OutOfDeviceMemory, match=r"needs .* on the device, budget"

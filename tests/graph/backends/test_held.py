@@ -79,8 +79,8 @@ def test_compiled_code_takes_no_more_than_planned(name: str) -> None:
     plain = formulate(problem.step, problem.machine, problem.budgets, compiled=False)
     op_by_op = max(place(plain, compiled.plan.placement).device_bytes)
     assert planned <= case.at_most * op_by_op
-    assert compiled.rehearsed_device_bytes is not None
-    assert compiled.rehearsed_device_bytes <= planned
+    assert compiled.dry_run_device_bytes is not None
+    assert compiled.dry_run_device_bytes <= planned
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_no_step_takes_more_than_its_budget_or_than_its_plan_says(name: str, sha
             raise
         return
     compiled = cotrain_compile.inspect(run)
-    taken = compiled.rehearsed_device_bytes
+    taken = compiled.dry_run_device_bytes
     assert taken is not None
     assert max(taken, compiled.peak_bytes[Tier.DEVICE]) <= budget
     is_told = any("more than planned" in note for note in compiled.plan.notes)

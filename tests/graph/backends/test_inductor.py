@@ -46,7 +46,7 @@ from tests.support.steps import CASES, OPTIMIZERS, Case, Step, cotrain, make_ste
 ROUNDING = {"clipped": (1e-4, 1e-5), "autocast": (2e-2, 2e-3)}
 # Bytes that the device has beyond what the plan needs op by op: oneDNN's scratch for a product of
 # two bfloat16 matrices, some 6 KiB however small they are, and 4 KiB for one that runs again at the
-# peak. No plan knows of it before its rehearsal.
+# peak. No plan knows of it before its dry run.
 SCRATCH_BYTES = {"clipped": 0, "autocast": 8 << 10}
 
 
@@ -70,7 +70,7 @@ def place_lowered(name: str, plan: Plan) -> CompiledStep:
         *((name, seed) for name in ROUNDING for seed in range(2, 6)),
     ],
 )
-def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(
+def test_a_random_plan_trains_the_same_in_the_memory_of_its_dry_run(
     name: str, seed: int, share: float
 ) -> None:
     """With nothing made again, and with a `share` of what may be."""
@@ -80,12 +80,12 @@ def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(
     step = place_lowered(name, plan)
 
     def run(inputs: list[Any]) -> Any:
-        if step.rehearsed_device_bytes is None:
-            step.rehearse(inputs)
+        if step.dry_run_device_bytes is None:
+            step.dry_run(inputs)
         outputs = step(inputs)
         assert step.measured is not None
-        assert step.rehearsed_device_bytes is not None
-        assert step.measured.peak_bytes[Tier.DEVICE] <= step.rehearsed_device_bytes
+        assert step.dry_run_device_bytes is not None
+        assert step.measured.peak_bytes[Tier.DEVICE] <= step.dry_run_device_bytes
         return outputs
 
     rtol, atol = ROUNDING[name]
@@ -131,14 +131,14 @@ def test_a_resident_step_with_dropout_trains_as_in_eager() -> None:
     torch.testing.assert_close(losses, eager.losses, rtol=1e-4, atol=1e-5)
     assert step.lowered is not None
     assert step.measured is not None
-    assert step.measured.peak_bytes[Tier.DEVICE] == step.rehearsed_device_bytes
+    assert step.measured.peak_bytes[Tier.DEVICE] == step.dry_run_device_bytes
     assert step.measured.peak_bytes[Tier.DEVICE] <= step.predicted.peak_bytes[Tier.DEVICE]
 
 
 def test_what_is_allocated_inside_a_segment_counts_against_the_budget() -> None:
     step, _ = mlp_in_segments()
-    assert step.rehearsed_device_bytes is not None
-    less = {Tier.DEVICE: step.rehearsed_device_bytes - 1}
+    assert step.dry_run_device_bytes is not None
+    less = {Tier.DEVICE: step.dry_run_device_bytes - 1}
     placeholders = step.graph.module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
     with (
@@ -149,7 +149,7 @@ def test_what_is_allocated_inside_a_segment_counts_against_the_budget() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", BOTH)
-def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
+def test_what_code_holds_beyond_the_plan_is_told_after_the_dry_run(
     is_compiled: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A convolution in float64 unfolds its input, inside a kernel: no plan knows of that."""
@@ -162,7 +162,7 @@ def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
             compiled(torch.randn(4, 2, 8, dtype=torch.float64))
         found = cotrain_compile.inspect(compiled)
         assert found.measured is not None
-        assert found.measured.peak_bytes[Tier.DEVICE] == found.rehearsed_device_bytes
+        assert found.measured.peak_bytes[Tier.DEVICE] == found.dry_run_device_bytes
         assert found.measured.peak_bytes[Tier.DEVICE] > found.predicted.peak_bytes[Tier.DEVICE]
     told = "a dry run took"
     assert [told in note for note in found.plan.notes] == [True]

@@ -105,9 +105,9 @@ class Trained:
     planned_again: int
 
     @property
-    def rehearsed_bytes(self) -> int:
-        assert self.compiled.rehearsed_device_bytes is not None
-        return self.compiled.rehearsed_device_bytes
+    def dry_run_bytes(self) -> int:
+        assert self.compiled.dry_run_device_bytes is not None
+        return self.compiled.dry_run_device_bytes
 
 
 def trained(net: str, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
@@ -141,11 +141,11 @@ def check_second_plan(
     with_workspace: bool = True,
 ) -> None:
     """Without: of one long segment a convolution may have taken all, and that fits nowhere."""
-    budget = int(share * resident.rehearsed_bytes)
+    budget = int(share * resident.dry_run_bytes)
     placed = trained(net, memory_budget=budget)
     assert placed.planned_again <= most_again
     assert placed.compiled.measured is not None
-    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
+    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.dry_run_bytes <= budget
     torch.testing.assert_close(placed.losses, resident.losses, rtol=1e-4, atol=1e-5)
     if placed.planned_again and with_workspace:
         buffers = placed.compiled.problem.dataflow.buffers
@@ -162,11 +162,11 @@ def test_the_second_plan_of_a_unet_holds(resident_unet: Trained) -> None:
 @pytest.mark.long
 def test_some_later_plan_holds_where_the_second_is_cut_elsewhere(resident_unet: Trained) -> None:
     """Values leave by what ops need one by one, to the last byte: code that fuses them has none."""
-    budget = int(0.62 * resident_unet.rehearsed_bytes)
+    budget = int(0.62 * resident_unet.dry_run_bytes)
     with interpreted():
         placed = trained("unet", memory_budget=budget)
     assert placed.compiled.measured is not None
-    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
+    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.dry_run_bytes <= budget
     torch.testing.assert_close(placed.losses, resident_unet.losses, rtol=1e-4, atol=1e-5)
 
 
@@ -180,10 +180,10 @@ def test_convolutions_in_float64_have_a_plan_that_holds() -> None:
     """Each unfolds its input: two thirds of the budget, which no op beside it could spare too."""
     with interpreted():
         resident = trained("resnet", torch.float64, policy="resident")
-        budget = int(0.62 * resident.rehearsed_bytes)
+        budget = int(0.62 * resident.dry_run_bytes)
         placed = trained("resnet", torch.float64, memory_budget=budget)
     assert placed.compiled.measured is not None
-    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
+    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.dry_run_bytes <= budget
     torch.testing.assert_close(placed.losses, resident.losses)
 
 
@@ -204,17 +204,17 @@ def test_what_a_segment_takes_beyond_the_plan_is_known_for_each_of_its_ops(
     dataflow = compiled.problem.dataflow.with_workspace(beyond)
     assert dataflow.fingerprint == compiled.problem.dataflow.fingerprint
     planned = replay(dataflow, compiled.plan)[Tier.DEVICE].nbytes
-    assert planned == resident_unet.rehearsed_bytes
+    assert planned == resident_unet.dry_run_bytes
     assert planned > compiled.predicted.peak_bytes[Tier.DEVICE]
 
 
 def test_a_profiler_over_the_first_step_hides_nothing(resident_unet: Trained) -> None:
     with interpreted(), torch.profiler.profile():
         profiled = trained("unet", policy="resident")
-    assert profiled.rehearsed_bytes == resident_unet.rehearsed_bytes
+    assert profiled.dry_run_bytes == resident_unet.dry_run_bytes
     assert profiled.compiled.measured is not None
     measured = profiled.compiled.measured.peak_bytes[Tier.DEVICE]
-    assert measured == resident_unet.rehearsed_bytes
+    assert measured == resident_unet.dry_run_bytes
 
 
 def test_an_op_that_runs_on_its_own_has_a_workspace_too() -> None:
@@ -229,5 +229,5 @@ def test_an_op_that_runs_on_its_own_has_a_workspace_too() -> None:
         compiled = cotrain_compile.inspect(run)
         assert compiled.measured is not None
         peaks.append(compiled.measured.peak_bytes[Tier.DEVICE])
-    assert peaks == [compiled.rehearsed_device_bytes] * 2
+    assert peaks == [compiled.dry_run_device_bytes] * 2
     assert peaks[0] > compiled.predicted.peak_bytes[Tier.DEVICE]

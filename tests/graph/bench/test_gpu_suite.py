@@ -13,7 +13,7 @@ import pytest
 from bench.gpu import suite as gpu_suite
 from bench.gpu.model import SIZES
 from bench.gpu.placer import Placer
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_row_that_fails_has_its_error_and_the_others_run(
 ) -> None:
     place = Placer.compiled
 
-    def fail_on_coarse(self: Placer, **options: Any) -> Rehearsed:
+    def fail_on_coarse(self: Placer, **options: Any) -> AfterDryRun:
         if options["policy"] == "coarse":
             raise RuntimeError("no such luck")
         return place(self, **options)

@@ -98,7 +98,7 @@ def interrupted(trial: Trial, after_s: float) -> KeyboardInterrupt | None:
 
 
 def press_ctrl_c(name: str, after_s: float) -> None:
-    """A whole step or none, or a refusal to go on from what an exception has torn."""
+    """A whole step or none, or a refusal to go on from what an exception has left partial."""
     first, second = undisturbed(SETTINGS[name].training)
     trial, compiled = trial_of(name)
     steps = compiled.steps

@@ -358,7 +358,7 @@ def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
 
 @pytest.mark.long  # compiles C++
 @pytest.mark.parametrize("layer", ["convolution", "prelu"])
-def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
+def test_compiled_code_takes_no_more_than_in_the_dry_run(layer: str) -> None:
     """A kernel with memory of its own, and ops fused to one that holds what all of them need."""
     loop = LoopSpec(rows=(4, 4, 4), micro_batches=2)
     options = {**TIGHT, "lowering": "inductor"}

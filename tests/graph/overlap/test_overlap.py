@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import MEMORIES, Link, Machine, Tier
 from cotrain_compile.passes import run_passes
@@ -76,9 +76,9 @@ def test_random_overlapping_steps_are_exact_in_exactly_their_memory(
 
 
 def train_to_the_end(name: str, run: Callable[[list[Any]], Any]) -> list[Any]:
-    """What the steps leave when their last tail is done."""
+    """What the steps leave when all that was deferred is done."""
     left = captured(name).train(run)
-    wait_for_tails()
+    wait_for_deferred()
     return left
 
 
@@ -99,13 +99,13 @@ def test_a_missing_wait_for_the_step_before_is_refused_and_shows(name: str, case
     plan = overlapping(problem, simple, random.Random(0), share=1.0)
     plan = replace(plan, budgets=dict.fromkeys(MEMORIES, 1 << 30))
     check(problem, plan)
-    assert plan.carried
+    assert plan.deferred
     unwaited = replace(plan, tasks=tuple(replace(t, after_previous=()) for t in plan.tasks))
     # As late as may be in a step, so that what reads the weight comes first.
     last = place_plan(problem, plan).program.ops[-1].name
     unwaited = replace(
         unwaited,
-        tasks=tuple(replace(t, wait_before=last) if t.carried else t for t in unwaited.tasks),
+        tasks=tuple(replace(t, wait_before=last) if t.deferred else t for t in unwaited.tasks),
     )
     with pytest.raises(PlanError, match="of the step before is done with it"):
         check(problem, unwaited)
@@ -141,7 +141,7 @@ def test_waits_for_the_step_before_are_where_the_plan_has_them() -> None:
     for wait in placed.module.graph.find_nodes(op="call_function", target=ops.wait_previous):
         following = next(n for n in placed.nodes if n > wait and n.name in placed.phases)
         found.update(dict.fromkeys(wait.args[0], following.name))
-    assert found == {task.name: task.wait_before for task in plan.carried}
+    assert found == {task.name: task.wait_before for task in plan.deferred}
     offloads = [node for node in placed.nodes if node.target is ops.offload]
     (offload,) = (node for node in offloads if task_name(node) == "offload.0.weight")
     assert offload.args[3] == ["update.0.weight", "back.0.weight"]

@@ -66,15 +66,15 @@ def scheduled(policy: str) -> Plan:
     return schedule(problem(), rule(policy)(problem().dataflow))
 
 
-def everything_away() -> Plan:
+def everything_offloaded() -> Plan:
     """Every state, weight and activation leaves the device that may, and is fetched at the last."""
-    return last_moment_plan(problem(), rule("streamed")(problem().dataflow), away=True)
+    return last_moment_plan(problem(), rule("streamed")(problem().dataflow), offloaded=True)
 
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "zero-offload": lambda: scheduled("zero-offload"),
     "streamed": lambda: scheduled("streamed"),
-    "everything-away": everything_away,
+    "everything-offloaded": everything_offloaded,
 }
 
 

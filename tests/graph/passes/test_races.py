@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
 from cotrain_compile.backends.verify import refuse_race
 from cotrain_compile.errors import VerifyError
 from cotrain_compile.graph import StepGraph
@@ -112,7 +112,7 @@ def test_verify_refuses_a_race_in_words_before_the_step_runs() -> None:
 
 
 @pytest.mark.usefixtures("watchdog", "one_thread")
-def test_a_view_of_what_is_away_keeps_nothing_alive() -> None:
+def test_a_view_of_what_is_offloaded_keeps_nothing_alive() -> None:
     """This plan takes a view of a gradient between its way out and its way back."""
     compiled = place("autocast-unclipped", plan_at_random("autocast-unclipped", 477, overlap=False))
     assert not differences(
@@ -122,7 +122,7 @@ def test_a_view_of_what_is_away_keeps_nothing_alive() -> None:
 
 def train_to_the_end(name: str, run: Any) -> list[Any]:
     left = captured(name).train(run)
-    wait_for_tails()
+    wait_for_deferred()
     return left
 
 

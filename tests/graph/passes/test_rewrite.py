@@ -142,7 +142,7 @@ def test_the_updates_ops_are_gone_from_the_device() -> None:
 def test_no_item_of_a_tuple_is_taken_after_its_copy_is_there() -> None:
     """Nobody would use it, and until it is taken it takes memory beside the copy."""
     step = captured("checkpointed")
-    plan = last_moment_plan(step.problem(), resident(step.dataflow), away=True)
+    plan = last_moment_plan(step.problem(), resident(step.dataflow), offloaded=True)
     placed = run_passes(step.step, plan)
     items = placed.module.graph.find_nodes(op="call_function", target=operator.getitem)
     assert items

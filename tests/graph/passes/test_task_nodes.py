@@ -11,7 +11,7 @@ import pytest
 
 import cotrain_compile
 from cotrain_compile.analysis.costs import measured_costs
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.placement.check.check import check
@@ -96,7 +96,7 @@ def test_a_step_runs_to_the_same_bits_whatever_its_tasks_are_called(
     assert first
     compiled = place(STEP, other)
     found = step.train(compiled)
-    wait_for_tails()
+    wait_for_deferred()
     assert differences(found, reference(STEP)) == []
     assert compiled.measured is not None
     updates = measured_costs([compiled.measured], other).host_update_s

@@ -53,7 +53,7 @@ def told_again(name: str) -> Captured:
 def streamed_at_random(dataflow: Dataflow, rng: random.Random) -> Placement:
     """Some updates streamed, with weights on either tier, in pieces of a few hundred bytes."""
     base = resident(dataflow)
-    homes, updates, away = dict(base.homes), dict(base.updates), []
+    homes, updates, offloaded = dict(base.homes), dict(base.updates), []
     for group in dataflow.updates:
         states = [name for name in group.states if dataflow.buffer[name].nbytes > 64]
         if not states or rng.random() < 0.2:
@@ -65,12 +65,12 @@ def streamed_at_random(dataflow: Dataflow, rng: random.Random) -> Placement:
             homes[group.param] = Tier.HOST
         gradient = dataflow.buffer[group.gradient]
         if not (gradient.is_input or gradient.is_output) and rng.random() < 0.5:
-            away.append(group.gradient)
+            offloaded.append(group.gradient)
     return replace(
         base,
         homes=homes,
         updates=updates,
-        away=tuple(away),
+        offloaded=tuple(offloaded),
         early_updates=rng.random() < 0.5,
         piece_bytes=rng.choice((128, 256, 1024)),
     )

@@ -128,7 +128,7 @@ def train_through_a_checkpoint(fault: Callable[[Step], None]) -> dict[str, Tenso
     return all_tensors(model, optimizers)
 
 
-def test_after_a_torn_step_a_loaded_checkpoint_goes_on() -> None:
+def test_after_a_partial_step_a_loaded_checkpoint_goes_on() -> None:
     def tear(step: Step) -> None:
         compiled = last_compiled()
         device: Any = compiled._device
@@ -142,8 +142,10 @@ def test_after_a_torn_step_a_loaded_checkpoint_goes_on() -> None:
             with pytest.raises(StepFailed, match="an earlier step failed"):
                 step()
 
-    torn = train_through_a_checkpoint(tear)
-    torch.testing.assert_close(torn, train_through_a_checkpoint(lambda step: None), rtol=0, atol=0)
+    partial = train_through_a_checkpoint(tear)
+    torch.testing.assert_close(
+        partial, train_through_a_checkpoint(lambda step: None), rtol=0, atol=0
+    )
 
 
 def last_compiled() -> CompiledStep:

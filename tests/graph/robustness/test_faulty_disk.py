@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cotrain_compile import inspect
-from cotrain_compile.backends.lifecycle.kept_rehearsals import KeptRehearsal
+from cotrain_compile.backends.lifecycle.kept_dry_runs import KeptDryRun
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.calibrate import first_use
@@ -68,8 +68,8 @@ def test_training_goes_on_where_nothing_can_be_kept(folder: Path) -> None:
         assert not temporaries(folder / "kept")
 
 
-def test_a_rehearsal_or_a_machine_that_cannot_be_kept_is_made_again(folder: Path) -> None:
-    disk, kept = FaultyDisk(folder), KeptRehearsal(folder / "kept" / "rehearsals" / "one")
+def test_a_dry_run_or_a_machine_that_cannot_be_kept_is_made_again(folder: Path) -> None:
+    disk, kept = FaultyDisk(folder), KeptDryRun(folder / "kept" / "dry runs" / "one")
     peaks = {Tier.DEVICE: 3, Tier.HOST: 5}
     with disk.counting():
         kept.keep(peaks)

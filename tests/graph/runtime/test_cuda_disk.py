@@ -58,7 +58,7 @@ def test_a_value_goes_to_disk_and_comes_back_in_every_step(tmp_path: Path) -> No
     sent = Transfer("offload.v", "offload", "v", nbytes, None, None)
     card = ThreadCard()
     device = CudaDevice(card, PinnedPool(card.pin, card.unpin, lambda: PLENTY), PLENTY, {})
-    plan = plan_of({}, sent, away=("v",), away_on_disk=("v",))
+    plan = plan_of({}, sent, offloaded=("v",), offloaded_to_disk=("v",))
     device.use(Drive(str(tmp_path), dataflow, plan, {}))
     files = set()
     for _ in range(2):

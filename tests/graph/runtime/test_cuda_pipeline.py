@@ -170,7 +170,7 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
     case = CASES["mlp"]
     expected = train(case, OPTIMIZERS["sgd"], cotrain(policy="resident"))
     budgets: list[int] = []
-    rehearse = CompiledStep.rehearse
+    dry_run = CompiledStep.dry_run
 
     def run_full(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
         budgets.append(self.problem.budgets[Tier.DEVICE])
@@ -178,11 +178,11 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
         if len(budgets) == 1:
             cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - below_plan_bytes
             raise RuntimeError(said)
-        rehearse(self, inputs, again=again)
+        dry_run(self, inputs, again=again)
 
     torch._dynamo.reset()
     with (
-        mock.patch.object(CompiledStep, "rehearse", run_full),
+        mock.patch.object(CompiledStep, "dry_run", run_full),
         pytest.warns(UserWarning, match="ran out of it; nothing was changed"),
     ):
         found = train(case, OPTIMIZERS["sgd"], cotrain(host_kernels="captured"))
@@ -203,7 +203,7 @@ def test_what_kernels_take_to_be_tuned_in_their_first_call_is_no_overshoot(
         lambda step: compiled.append(cotrain_compile.inspect(step)),
         steps=1,
     )
-    assert (compiled[0].rehearsed_device_bytes or 0) < 1 << 20
+    assert (compiled[0].dry_run_device_bytes or 0) < 1 << 20
     assert not any("a dry run took" in note for note in compiled[0].plan.notes)
 
 

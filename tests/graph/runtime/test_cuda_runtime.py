@@ -151,13 +151,13 @@ def test_updates_of_a_layer_at_one_place_are_sound_at_every_budget_and_exact(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rehearsal_changes_nothing(seed: int) -> None:
+def test_a_dry_run_changes_nothing(seed: int) -> None:
     step = captured("clipped")
     placed = Placed("clipped", plan_of("clipped", seed))
     before = [v.clone() if isinstance(v, Tensor) else v for v in step.inputs]
     inputs = [v.clone() if isinstance(v, Tensor) else v for v in step.inputs]
     state = torch.get_rng_state()
-    placed.step.rehearse(inputs)
+    placed.step.dry_run(inputs)
     assert not differences(inputs, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert placed.step.steps == 0

@@ -112,7 +112,7 @@ def test_between_two_ops_things_happen_in_the_order_of_the_plan(name: str, seed:
 
 
 def plan_with(
-    name: str, modes: dict[str, UpdateMode], on_host: tuple[str, ...], *, away: bool = False
+    name: str, modes: dict[str, UpdateMode], on_host: tuple[str, ...], *, offloaded: bool = False
 ) -> Plan:
     """A plan in which `modes` and `on_host` (with the states of those) differ from resident."""
     problem = captured(name).problem()
@@ -120,7 +120,7 @@ def plan_with(
     states = [s for param in modes for s in problem.dataflow.update[param].states]
     homes = {**start.homes, **dict.fromkeys((*states, *on_host), Tier.HOST)}
     placement = replace(start, homes=homes, updates={**start.updates, **modes})
-    return last_moment_plan(problem, placement, away=away)
+    return last_moment_plan(problem, placement, offloaded=offloaded)
 
 
 def is_fetch(task: Task) -> bool:
@@ -144,12 +144,12 @@ class Unwaited:
     mode: UpdateMode | None
     on_host: tuple[str, ...]
     tasks: Callable[[Task], bool]
-    away: bool = False
+    offloaded: bool = False
 
     @property
     def plan(self) -> Plan:
         modes = {} if self.mode is None else {"0.weight": self.mode}
-        return plan_with(self.name, modes, self.on_host, away=self.away)
+        return plan_with(self.name, modes, self.on_host, offloaded=self.offloaded)
 
 
 WEIGHT = ("0.weight",)
@@ -161,7 +161,7 @@ UNWAITED = {
     "a low-precision weight": Unwaited("autocast", HOST_STREAMED, WEIGHT, is_fetch),
     "a frozen weight": Unwaited("frozen", None, WEIGHT, is_fetch),
     "activations and a weight again": Unwaited(
-        "clipped", HOST_STREAMED, WEIGHT, is_fetch, away=True
+        "clipped", HOST_STREAMED, WEIGHT, is_fetch, offloaded=True
     ),
     "states on their way home": Unwaited("clipped", STREAMED, (), is_offload),
     "an update at home": Unwaited("clipped", HOST_STREAMED, WEIGHT, is_host_update),

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import cotrain_compile
 from cotrain_compile import files
-from cotrain_compile.backends.lifecycle.deferred import Tail
+from cotrain_compile.backends.lifecycle.deferred import DeferredWork
 from cotrain_compile.entry.choose_plan import saved_plan
 from cotrain_compile.errors import PlanError, StepFailed
 from cotrain_compile.options import Options
@@ -68,7 +68,7 @@ def test_who_looks_at_the_state_waits_for_the_tail(tmp_path: Path) -> None:
 
 
 def test_what_is_loaded_between_steps_counts(tmp_path: Path) -> None:
-    """Model and optimizer go back to a checkpoint while the tail of a later step is held back."""
+    """Model and optimizer go back to a checkpoint while what a later step defers is held back."""
     training, expected = make_training(tmp_path), make_training(tmp_path, overlap=False)
     for one in (training, expected):
         run_steps(one, 2)
@@ -196,13 +196,13 @@ def test_a_tail_that_fails_is_told_once_by_synchronize(
     ends_before_its_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ends_before_its_step:
-        returns = Tail.step_returns
+        returns = DeferredWork.step_returns
 
-        def when_all_is_done(tail: Tail, *arguments: Any) -> None:
+        def when_all_is_done(tail: DeferredWork, *arguments: Any) -> None:
             tail.wait_quietly()
             returns(tail, *arguments)
 
-        monkeypatch.setattr(Tail, "step_returns", when_all_is_done)
+        monkeypatch.setattr(DeferredWork, "step_returns", when_all_is_done)
     training = make_training(tmp_path)
     run_steps(training, 1)
     with with_kernels(training.compiled, failing(FIRST)):
@@ -215,7 +215,7 @@ def test_a_tail_that_fails_is_told_once_by_synchronize(
 
 
 def test_a_step_that_fails_early_leaves_the_tail_to_end_well(tmp_path: Path) -> None:
-    """The tail of the step before is no change of this step."""
+    """What the step before deferred is no change of this step."""
     training, expected = make_training(tmp_path), make_training(tmp_path, overlap=False)
     for one in (training, expected):
         run_steps(one, 2)

@@ -158,7 +158,7 @@ def test_what_was_begun_when_a_piece_fails_is_named(direction: str) -> None:
         for item, now, before in zip(step.step.inputs, inputs, step.inputs, strict=True)
         if isinstance(now, Tensor) and not torch.equal(now, before)
     }
-    assert changed <= set(placed.step.tail.torn.left)
+    assert changed <= set(placed.step.deferred.partial.left)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def never_end(name: str, number: int) -> None:
         for lane in compiled._device._lanes.values():
             lane.submit("all before it", lambda: None, ()).done.wait()
     changed = trial.changed_since(left)
-    assert changed <= set(compiled.tail.torn.left)
+    assert changed <= set(compiled.deferred.partial.left)
     assert len(changed) <= 1
     with pytest.raises(StepFailed, match=f"{named} of an earlier step never ended"):
         compiled(list(trial.inputs))

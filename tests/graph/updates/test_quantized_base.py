@@ -72,8 +72,8 @@ def test_codes_leave_the_device_within_a_budget() -> None:
 
     torch.testing.assert_close(losses(keep), losses(lambda step: step))
     plan = cotrain_compile.inspect(compiled[0]).plan
-    away = {name for name, tier in plan.placement.homes.items() if tier is Tier.HOST}
-    assert {f"0.base.weight.{part}" for part in ("qdata", "scale")} & away
+    offloaded = {name for name, tier in plan.placement.homes.items() if tier is Tier.HOST}
+    assert {f"0.base.weight.{part}" for part in ("qdata", "scale")} & offloaded
 
 
 def test_codes_that_are_trained_are_refused_with_the_way_on() -> None:

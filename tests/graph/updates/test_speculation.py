@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from cotrain_compile.backends.eager.calls import Call
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import wait_for_deferred
 from cotrain_compile.entry.compiled import scalars
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.passes import run_passes
@@ -138,7 +138,7 @@ def after_each_step(step: Captured, run: Callable[[list[Any]], Any]) -> list[Any
 
     def run_and_look(inputs: list[Any]) -> list[Any]:
         outputs = run(inputs)
-        wait_for_tails()
+        wait_for_deferred()
         return [v.clone() if isinstance(v, Tensor) else v for v in (*outputs, *inputs)]
 
     return [_bits(value) for value in step.train(run_and_look)]

@@ -1,4 +1,4 @@
-"""Values that are away, and gradients kept in `.grad`, rest on disk where the host has no room."""
+"""Offloaded values, and gradients kept in `.grad`, rest on disk where the host has no room."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUE_BYTES = 4 * WIDTH * ROWS
 
 
 class Deep:
-    """A small model on a large batch: what there is to send away are values."""
+    """A small model on a large batch: what there is to offload are values."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_a_step_whose_values_rest_on_disk_is_the_same_step(policy: str, tmp_path
     compiled = inspect(with_disk.step)
     plan, measured = compiled.plan, compiled.measured
     assert measured is not None
-    assert plan.placement.away_on_disk
+    assert plan.placement.offloaded_to_disk
     assert all(
         measured.peak_bytes[t] <= plan.predicted.peak_bytes[t] <= plan.budgets[t]
         for t in plan.tiers

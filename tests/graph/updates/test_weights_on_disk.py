@@ -81,7 +81,7 @@ FROZEN: dict[str, Any] = {"policy": "greedy", "frozen": True, "memory_budget": "
 KINDS: dict[str, dict[str, Any]] = {
     "fetched": {"host_memory_budget": round(HELD * WEIGHT_BYTES)},
     "cast": {"autocast": True, "host_memory_budget": round(6 * WEIGHT_BYTES)},
-    "carried": {"overlap_steps": True, "host_memory_budget": round(HELD * WEIGHT_BYTES)},
+    "deferred": {"overlap_steps": True, "host_memory_budget": round(HELD * WEIGHT_BYTES)},
     "frozen": {**FROZEN, "host_memory_budget": "40MiB"},
 }
 

@@ -206,7 +206,7 @@ def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
 
 
 def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:
-    """Whether less was tried after a rehearsal, does not fit, and the error says the way on."""
+    """Whether less was tried after a dry run, does not fit, and the error says the way on."""
     told = " ".join(getattr(error, "__notes__", []))
     return all(words in told for words in ("Less does not fit", "Raise memory_budget by"))
 
@@ -339,15 +339,15 @@ def check_views(step: StepGraph) -> None:
 
 
 def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
-    """No tier held more than its budget, nor the device more than in the rehearsal.
+    """No tier held more than its budget, nor the device more than in the dry run.
 
     Nor the host more than was predicted.
 
     `is_exact`: it held just what was predicted.
     """
-    measured, plan, rehearsed = compiled.measured, compiled.plan, compiled.rehearsed_device_bytes
+    measured, plan, dry_run_bytes = compiled.measured, compiled.plan, compiled.dry_run_device_bytes
     assert measured is not None
-    assert rehearsed is not None
+    assert dry_run_bytes is not None
     for tier, budget in plan.budgets.items():
         used = measured.peak_bytes.get(tier, 0)  # nothing of a disk, where none is needed
         if used > budget:
@@ -356,8 +356,8 @@ def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
     if found > planned:
         raise Broken(f"{found} bytes on the host, at most {planned} predicted")
     found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
-    if found > rehearsed:
-        raise Broken(f"{found} bytes on the device, {rehearsed} in the rehearsal")
+    if found > dry_run_bytes:
+        raise Broken(f"{found} bytes on the device, {dry_run_bytes} in the dry run")
     if is_exact and found != planned:
         raise Broken(f"{found} bytes on the device, {planned} predicted")
 

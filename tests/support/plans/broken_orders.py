@@ -43,12 +43,12 @@ BROKEN_ORDERS: Mapping[str, tuple[str, Breaking, str]] = {
         "offload.w1 is listed after a task that is issued later",
     ),
     "a task that comes after one issued later": (
-        "activation_away",
+        "activation_offloaded",
         lambda p: with_task(p, "offload.h0", after=("fetch.h0",)),
         "offload.h0 is issued before fetch.h0, its `after`",
     ),
     "a task that comes after one that is not there": (
-        "activation_away",
+        "activation_offloaded",
         lambda p: with_task(p, "fetch.h0", after=("offload.h1",)),
         "fetch.h0 is issued before offload.h1, its `after`",
     ),
@@ -189,7 +189,7 @@ BROKEN_ORDERS: Mapping[str, tuple[str, Breaking, str]] = {
     ),
     "a low-precision copy that nobody makes": (
         "host_streamed_low_precision",
-        lambda p: with_placement(without(p, "cast.p32_0", "refetch.p16_0"), away=()),
+        lambda p: with_placement(without(p, "cast.p32_0", "refetch.p16_0"), offloaded=()),
         "fetches p16_0, which the placement does not have on the host",
     ),
     "a home that is overwritten while it is fetched": (
@@ -208,14 +208,14 @@ BROKEN_ORDERS: Mapping[str, tuple[str, Breaking, str]] = {
         "reread needs w1 as the step found it, but finds it where refetch.w1 brings it",
     ),
     "an activation fetched before it is sent": (
-        "activation_away",
+        "activation_offloaded",
         lambda p: with_task(
             replace(p, tasks=p.tasks[::-1]), "fetch.h0", issue_after="forward_0", after=()
         ),
         "fetch.h0 finds no h0 on the host",
     ),
     "an activation fetched while it is sent": (
-        "activation_away",
+        "activation_offloaded",
         lambda p: with_plenty(
             with_task(with_task(p, "offload.h0", wait_before="backward_0"), "fetch.h0", after=())
         ),
@@ -228,7 +228,7 @@ BROKEN_ORDERS: Mapping[str, tuple[str, Breaking, str]] = {
     ),
     "a frozen weight that is not fetched": (
         "frozen_weight",
-        lambda p: with_placement(replace(p, tasks=()), away=()),
+        lambda p: with_placement(replace(p, tasks=()), offloaded=()),
         "forward_0 touches w0, which is not on the device",
     ),
 }

@@ -118,44 +118,44 @@ BROKEN_RULES: Mapping[str, tuple[str, Breaking, str]] = {
         lambda p: with_mode(p, "w0", STREAMED),
         "w0 is streamed, but nothing of it is on the host",
     ),
-    "an input that is to go away": (
+    "an input that is to be offloaded": (
         "nothing_moves",
-        lambda p: with_placement(p, away=("x",)),
+        lambda p: with_placement(p, offloaded=("x",)),
         "names x, which is neither a temporary nor a parameter at home on the host",
     ),
-    "an output that is to go away": (
+    "an output that is to be offloaded": (
         "nothing_moves",
-        lambda p: with_placement(p, away=("loss",)),
+        lambda p: with_placement(p, offloaded=("loss",)),
         "names loss, which is neither a temporary",
     ),
-    "something unknown that is to go away": (
+    "something unknown that is to be offloaded": (
         "nothing_moves",
-        lambda p: with_placement(p, away=("h9",)),
+        lambda p: with_placement(p, offloaded=("h9",)),
         "names h9, which the step has not",
     ),
-    "an activation that is to go away twice": (
-        "activation_away",
-        lambda p: with_placement(p, away=("h0", "h0")),
-        "placement.away names a buffer twice",
+    "an activation that is to be offloaded twice": (
+        "activation_offloaded",
+        lambda p: with_placement(p, offloaded=("h0", "h0")),
+        "placement.offloaded names a buffer twice",
     ),
-    "an activation that is to go away and stays": (
+    "an activation that is to be offloaded and stays": (
         "nothing_moves",
-        lambda p: with_placement(p, away=("h0",)),
+        lambda p: with_placement(p, offloaded=("h0",)),
         "h0 is fetched 0 times, the placement asks for 1",
     ),
     "an activation that goes though it is to stay": (
-        "activation_away",
-        lambda p: with_placement(p, away=()),
+        "activation_offloaded",
+        lambda p: with_placement(p, offloaded=()),
         "fetches h0, which the placement does not have on the host",
     ),
-    "a weight that is to go away and is fetched once": (
+    "a weight that is to be offloaded and is fetched once": (
         "frozen_weight",
         lambda p: without(p, "refetch.w0"),
         "w0 is fetched 1 times, the placement asks for 2",
     ),
     "a weight that is fetched twice though it is to stay": (
         "frozen_weight",
-        lambda p: with_placement(p, away=()),
+        lambda p: with_placement(p, offloaded=()),
         "w0 is fetched 2 times, the placement asks for 1",
     ),
     # Tasks and the placement.

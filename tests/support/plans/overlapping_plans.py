@@ -1,7 +1,7 @@
 """Overlapping plans: random plans in which updates on the host go on in the next step.
 
 A sound plan and a random generator in; out comes the same plan with some of its host updates, and
-the ways back of their weights, carried to a random wait in the next step. Independent of the
+the ways back of their weights, deferred to a random wait in the next step. Independent of the
 scheduler, like `random_plans`.
 """
 
@@ -19,21 +19,21 @@ from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
 def overlapping(problem: Problem, plan: Plan, rng: random.Random, share: float = 0.7) -> Plan:
-    """`plan` with about `share` of what may be carried, and host memory for it."""
+    """`plan` with about `share` of what may be deferred, and host memory for it."""
     program = place_plan(problem, plan).program
     waits = {
         task.name: rng.choice((use, rng.randint(0, use), 0))
-        for task, use in _may_be_carried(program, plan)
+        for task, use in _may_be_deferred(program, plan)
         if rng.random() < share
     }
-    tasks = tuple(_after_previous(program, _carried(program, t, waits), waits) for t in plan.tasks)
+    tasks = tuple(_after_previous(program, _deferred(program, t, waits), waits) for t in plan.tasks)
     placement = replace(plan.placement, overlap_steps=True)
     placed = place(problem, placement, tasks, plan.moved)
     budgets = {**plan.budgets, Tier.HOST: placed.host_bytes}
     return replace(plan, placement=placement, tasks=tasks, budgets=budgets)
 
 
-def _may_be_carried(program: DeviceProgram, plan: Plan) -> Iterator[tuple[Task, int]]:
+def _may_be_deferred(program: DeviceProgram, plan: Plan) -> Iterator[tuple[Task, int]]:
     """Host updates and ways back whose results no op of their own step uses; next use of each."""
     dataflow, position = program.dataflow, program.dataflow.position
     for task in plan.tasks:
@@ -48,10 +48,10 @@ def _may_be_carried(program: DeviceProgram, plan: Plan) -> Iterator[tuple[Task, 
             yield task, touched[0]
 
 
-def _carried(program: DeviceProgram, task: Task, waits: Mapping[str, int]) -> Task:
+def _deferred(program: DeviceProgram, task: Task, waits: Mapping[str, int]) -> Task:
     if task.name not in waits:
         return task
-    return replace(task, carried=True, wait_before=program.ops[waits[task.name]].name)
+    return replace(task, deferred=True, wait_before=program.ops[waits[task.name]].name)
 
 
 def _after_previous(program: DeviceProgram, task: Task, waits: Mapping[str, int]) -> Task:

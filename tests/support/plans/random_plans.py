@@ -52,16 +52,16 @@ def random_plan(problem: Problem, rng: random.Random) -> Plan:
     return _plan(problem, moved, _TaskPlacer(program, placement, rng))
 
 
-def last_moment_plan(problem: Problem, placement: Placement, *, away: bool = False) -> Plan:
-    """A plan in which everything happens as late as it may; `away`: all that can be is away."""
+def last_moment_plan(problem: Problem, placement: Placement, *, offloaded: bool = False) -> Plan:
+    """A plan in which everything happens as late as it may; `offloaded`: all that can be."""
     program = place(problem, placement).program
-    return _plan(problem, (), _LastMoment(program, placement, random.Random(0), away))
+    return _plan(problem, (), _LastMoment(program, placement, random.Random(0), offloaded))
 
 
 def _plan(problem: Problem, moved: tuple[MovedOps, ...], placer: _TaskPlacer) -> Plan:
     placer.place_all()
     again = tuple(placer.refetched)
-    placement = replace(placer.placement, away=tuple(placer.away), refetched=again)
+    placement = replace(placer.placement, offloaded=tuple(placer.offloaded), refetched=again)
     tasks = placer.in_order_of_issue()
     placed = place(problem, placement, tasks, moved)
     peaks = {Tier.DEVICE: max(placed.device_bytes), Tier.HOST: placed.host_bytes}
@@ -132,7 +132,7 @@ class _TaskPlacer:
         self.program, self.placement, self.rng = program, placement, rng
         self.dataflow, self.end = program.dataflow, program.end
         self.placed: dict[str, _Placed] = {}
-        self.away: list[str] = []
+        self.offloaded: list[str] = []
         self.refetched: list[str] = []
 
     def in_order_of_issue(self) -> tuple[Task, ...]:
@@ -177,10 +177,10 @@ class _TaskPlacer:
         written = self.program.last_write(fetched)
         # A second copy has to be there for the update: the home has the old value until then.
         splits = [i for i in range(1, len(touches)) if not 0 <= written <= touches[i - 1]]
-        split = self.rng.choice(splits) if splits and self._is_sent_away() else len(touches)
+        split = self.rng.choice(splits) if splits and self._is_offloaded() else len(touches)
         stays = [stay for stay in (touches[:split], touches[split:]) if stay]
         if len(stays) == 2:
-            self.away.append(fetched)
+            self.offloaded.append(fetched)
         free_from = 0
         for number, stay in enumerate(stays):
             name = f"{'refetch' if number else 'fetch'}.{fetched}"
@@ -196,7 +196,7 @@ class _TaskPlacer:
         """
         touches, written = self.program.touches.get(name, []), self.program.last_write(name)
         splits = [i for i in range(1, len(touches)) if not 0 <= written <= touches[i - 1]]
-        split = self.rng.choice(splits) if splits and self._is_sent_away() else len(touches)
+        split = self.rng.choice(splits) if splits and self._is_offloaded() else len(touches)
         free_from = 0
         for number, stay in enumerate(s for s in (touches[:split], touches[split:]) if s):
             fetch = f"{'refetch' if number else 'fetch'}.{name}"
@@ -298,14 +298,14 @@ class _TaskPlacer:
         touches = self.program.touches.get(name, [])
         splits = [i for i in range(1, len(touches)) if touches[i] > touches[i - 1] + 1]
         # What is made again leaves by itself.
-        if not splits or name in self.placement.recomputed or not self._is_sent_away():
+        if not splits or name in self.placement.recomputed or not self._is_offloaded():
             return
         split = self.rng.choice(splits)
         before, use = touches[split - 1], touches[split]
         ready = self.program.last_write(name) + 1
         if ready > before + 1:
             return
-        self.away.append(name)
+        self.offloaded.append(name)
         # Sent in an earlier gap than that of this wait, in which the fetched copy takes over.
         wait = self._between(max(before, ready) + 1, use)
         sent = self._between(ready, wait - 1)
@@ -324,7 +324,7 @@ class _TaskPlacer:
         wait = self._between(touches[split - 1] + 1, touches[split])
         self._place(again, self._between(fetched, wait), wait)
 
-    def _is_sent_away(self) -> bool:
+    def _is_offloaded(self) -> bool:
         return self.rng.random() < 0.4
 
     def _is_fetched_again(self) -> bool:
@@ -352,13 +352,13 @@ class _LastMoment(_TaskPlacer):
     """Places every task as late as it may be."""
 
     def __init__(
-        self, program: DeviceProgram, placement: Placement, rng: random.Random, away: bool
+        self, program: DeviceProgram, placement: Placement, rng: random.Random, offloaded: bool
     ) -> None:
         super().__init__(program, placement, rng)
-        self._everything_away = away
+        self._everything_offloaded = offloaded
 
-    def _is_sent_away(self) -> bool:
-        return self._everything_away
+    def _is_offloaded(self) -> bool:
+        return self._everything_offloaded
 
     def _is_fetched_again(self) -> bool:
         return False

@@ -51,7 +51,7 @@ def sound(
     on_host: tuple[str, ...],
     tasks: tuple[Task, ...] = (),
     moved: tuple[MovedOps, ...] = (),
-    away: tuple[str, ...] = (),
+    offloaded: tuple[str, ...] = (),
 ) -> Sound:
     """The plan in which `modes` and `on_host` differ from everything resident."""
     start = resident(dataflow)
@@ -59,7 +59,7 @@ def sound(
         policy="by hand",
         homes={**start.homes, **dict.fromkeys(on_host, Tier.HOST)},
         updates={**start.updates, **modes},
-        away=away,
+        offloaded=offloaded,
     )
     sized = tuple(
         replace(task, nbytes=dataflow.buffer[task.buffer].nbytes)
@@ -177,7 +177,7 @@ def streamed_states() -> Sound:
 
 
 def streamed_weight() -> Sound:
-    """w0 at home on the host too, and away between forward and backward."""
+    """w0 at home on the host too, and offloaded between forward and backward."""
     tasks = (
         fetch("w0", None, "forward_0"),
         refetch("w0", "backward_2", "backward_0"),
@@ -185,7 +185,7 @@ def streamed_weight() -> Sound:
         store("w0", "update_0", None),
         store("m0", "update_0", None),
     )
-    return sound(chain(3), {"w0": STREAMED}, ("w0", "m0"), tasks, away=("w0",))
+    return sound(chain(3), {"w0": STREAMED}, ("w0", "m0"), tasks, offloaded=("w0",))
 
 
 def streamed_low_precision() -> Sound:
@@ -256,7 +256,7 @@ def host_streamed_read_late() -> Sound:
         refetch("w1", "backward_1", "reread"),
         update("w1", "backward_0", None, "offload.g1", "refetch.w1"),
     )
-    return sound(step, {"w1": HOST_STREAMED}, ("w1", "m1"), tasks, away=("w1",))
+    return sound(step, {"w1": HOST_STREAMED}, ("w1", "m1"), tasks, offloaded=("w1",))
 
 
 def host_streamed_low_precision() -> Sound:
@@ -270,20 +270,20 @@ def host_streamed_low_precision() -> Sound:
     )
     homes = ("p32_0", "m_0", "v_0")
     modes = {"p32_0": HOST_STREAMED}
-    return sound(mixed_precision_step(2), modes, homes, tasks, away=("p16_0",))
+    return sound(mixed_precision_step(2), modes, homes, tasks, offloaded=("p16_0",))
 
 
 def frozen_weight() -> Sound:
     tasks = (fetch("w0", None, "forward_0"), refetch("w0", "backward_2", "backward_0"))
-    return sound(chain_with_a_frozen_weight(), {}, ("w0",), tasks, away=("w0",))
+    return sound(chain_with_a_frozen_weight(), {}, ("w0",), tasks, offloaded=("w0",))
 
 
-def activation_away() -> Sound:
+def activation_offloaded() -> Sound:
     tasks = (
         offload("h0", "forward_1", "loss"),
         fetch("h0", "forward_2", "backward_1", "offload.h0"),
     )
-    return sound(chain(3), {}, (), tasks, away=("h0",))
+    return sound(chain(3), {}, (), tasks, offloaded=("h0",))
 
 
 def everything_at_once() -> Sound:
@@ -321,7 +321,7 @@ SOUND: Mapping[str, Callable[[], Sound]] = {
         host_streamed_read_late,
         host_streamed_low_precision,
         frozen_weight,
-        activation_away,
+        activation_offloaded,
         everything_at_once,
     )
 }

@@ -77,7 +77,7 @@ def test_a_task_that_comes_after_one_not_yet_issued() -> None:
 
 
 ENDS = device("the end of the step", writes="w")
-CARRIED = StepEvent("update.w", HOST, (), ("w",))
+DEFERRED = StepEvent("update.w", HOST, (), ("w",))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -85,7 +85,7 @@ def test_what_is_left_to_the_next_step_must_be_waited_for_there(waits: bool) -> 
     end = replace(ENDS, ends_step=True)
     uses = device("mm", reads="w")
     begin = [wait_previous("update.w"), uses] if waits else [uses, wait_previous("update.w")]
-    race = find_race([*begin, CARRIED, end], WEIGHT)
+    race = find_race([*begin, DEFERRED, end], WEIGHT)
     if waits:
         assert race is None
     else:
@@ -95,7 +95,7 @@ def test_what_is_left_to_the_next_step_must_be_waited_for_there(waits: bool) -> 
 
 
 def test_what_nobody_waits_for_is_in_flight_when_the_step_ends() -> None:
-    race = find_race([CARRIED, replace(ENDS, ends_step=True)], WEIGHT)
+    race = find_race([DEFERRED, replace(ENDS, ends_step=True)], WEIGHT)
     assert race is not None
     assert race.second == "the end of the step"
 

@@ -54,7 +54,7 @@ PLAN = Plan(
             "w1": UpdateMode.HOST_STREAMED,
             "w2": UpdateMode.HOST,
         },
-        away=("h0", "w1"),
+        offloaded=("h0", "w1"),
     ),
     tasks=(
         Transfer("fetch.w1", "prefetch", "w1", 16384, None, "forward_1"),

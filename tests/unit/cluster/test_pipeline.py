@@ -148,7 +148,7 @@ def test_what_does_not_fit_rests_on_the_host_and_no_timing_passes_the_peak(
 ) -> None:
     # Two layers rest with 80, keep 60 for each in flight, and take 30 at work.
     host = a_host(10_000, 60 / seconds)
-    # 1F1B has three in flight at most, so that states alone are away.
+    # 1F1B has three in flight at most, so that states alone are offloaded.
     cases = [(200, True)]
     if order is PipelineOrder.GPIPE:
         cases = [(80 + 3 * 60 + 30, False), (40 + 3 * 60 + 30, True)]

@@ -279,7 +279,7 @@ def test_a_strange_file_is_refused_by_name(tmp_path: Path, content: bytes) -> No
     [
         (Placement("\ud800", {}, {}), "cannot be saved as JSON"),
         (Placement("p", {"w": "host"}, {}), r"homes\.w: .*Tier"),  # type: ignore[dict-item]
-        (Placement("p", {}, {}, ["h"]), "away: .*tuple"),  # type: ignore[arg-type]
+        (Placement("p", {}, {}, ["h"]), "offloaded: .*tuple"),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_that_is_not_of_its_type_is_not_saved(value: Placement, complaint: str) -> None:

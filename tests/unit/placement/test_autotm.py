@@ -85,14 +85,14 @@ def test_a_step_that_fits_stays_as_it_is() -> None:
         assert answer.objective_s == pytest.approx(sum(problem.costs.device_s.values()))
         assert set(answer.placement.updates.values()) == {UpdateMode.RESIDENT}
         assert set(answer.placement.homes.values()) == {Tier.DEVICE}
-        assert answer.placement.away == ()
+        assert answer.placement.offloaded == ()
 
 
 def test_one_activation_leaves_and_only_overlap_hides_its_copies() -> None:
     problem = problem_of(arch(5), 4000, milliseconds=2)
     stalled = autotm(problem, "synchronous")
     hidden = autotm(problem, "asynchronous")
-    assert len(stalled.placement.away) == len(hidden.placement.away) == 1
+    assert len(stalled.placement.offloaded) == len(hidden.placement.offloaded) == 1
     copies_s = 1.2e-3 + 0.6e-3  # 1000 bytes down at 1 MB/s and up at 2 MB/s, with latencies
     assert stalled.objective_s == pytest.approx(20e-3 + copies_s, rel=1e-6)
     assert hidden.objective_s == pytest.approx(20e-3 + OVERLAP_PRICE * copies_s, rel=1e-6)
@@ -118,7 +118,7 @@ def test_the_static_variant_moves_only_what_host_updates_need() -> None:
     problem = problem_of(chain(2), 0)
     answer = autotm(within(problem, least_bytes(problem, "static")), "static")
     assert set(answer.placement.updates.values()) == {UpdateMode.HOST}
-    assert answer.placement.away == ()
+    assert answer.placement.offloaded == ()
     assert {answer.placement.homes[name] for name in ("w0", "w1")} == {Tier.DEVICE}
     assert {answer.placement.homes[name] for name in ("m0", "m1")} == {Tier.HOST}
 

@@ -98,6 +98,6 @@ def test_at_peaks_a_copy_is_done_before_the_op_at_which_a_bucket_begins() -> Non
     for slot in range(end - 1):
         assert step.bucket_after(slot) == step.bucket(slot) + (slot + 1 in starts)
     assert step.bucket_after(end - 1) == step.bucket(end - 1)
-    careful = bucketed(problem, 4, at_peaks=False)
-    assert all(careful.bucket_before(slot) == careful.bucket(slot) for slot in range(end))
-    assert all(careful.bucket_after(slot) == careful.bucket(slot) for slot in range(end))
+    conservative = bucketed(problem, 4, at_peaks=False)
+    assert all(conservative.bucket_before(slot) == conservative.bucket(slot) for slot in range(end))
+    assert all(conservative.bucket_after(slot) == conservative.bucket(slot) for slot in range(end))

@@ -65,7 +65,7 @@ def test_a_sound_plan_fits_its_peaks_and_nothing_less(name: str) -> None:
         # before update_0: x, loss; w0-w2, m0, g0, g1 and the fetched m1
         ("streamed_states", ACTIVATION + 4 + 7 * WEIGHT, 2 * WEIGHT),
         # backward_0 again; the copy of h0 on the host for a while
-        ("activation_away", 2 * ACTIVATION + 4 + 9 * WEIGHT, ACTIVATION),
+        ("activation_offloaded", 2 * ACTIVATION + 4 + 9 * WEIGHT, ACTIVATION),
         # backward_2, with w2 fetched and m2 on the host; its home, and g2 while it is read
         ("host_streamed", 5 * ACTIVATION + 4 + 6 * WEIGHT, 3 * WEIGHT),
         # backward_1: lr, x, h0, h1, d0; all of layer 1, its gradient and the fetched p16_0. On the
@@ -249,11 +249,11 @@ def test_no_home_and_no_update_mode_can_be_another(case: Sound, data: st.DataObj
 
 
 @given(SOUND_PLANS, st.data())
-def test_what_is_away_cannot_be_anything_else(case: Sound, data: st.DataObject) -> None:
-    away = case.plan.placement.away
+def test_what_is_offloaded_cannot_be_anything_else(case: Sound, data: st.DataObject) -> None:
+    offloaded = case.plan.placement.offloaded
     name = data.draw(st.sampled_from([buffer.name for buffer in case.dataflow.buffers]))
-    other = tuple(n for n in away if n != name) if name in away else (*away, name)
-    refuse(case, with_plenty(with_placement(case.plan, away=other)))
+    other = tuple(n for n in offloaded if n != name) if name in offloaded else (*offloaded, name)
+    refuse(case, with_plenty(with_placement(case.plan, offloaded=other)))
 
 
 @given(WITH_TASKS.filter(lambda case: bool(case.plan.transfers)), st.data())
@@ -326,5 +326,5 @@ def test_a_kept_gradient_that_rests_on_the_host_goes_home_and_nowhere_else() -> 
     down = (store("g0", "update_0", None), store("w0", "update_0", None))
     home = sound(step, modes, on_host, (*up, *down))
     check(home.problem, home.plan)
-    away = with_task(home.plan, "store.g0", destination="")
-    refuse(home, away, "store.g0 copies g0, which is on the host")
+    offloaded = with_task(home.plan, "store.g0", destination="")
+    refuse(home, offloaded, "store.g0 copies g0, which is on the host")

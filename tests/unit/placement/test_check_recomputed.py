@@ -50,8 +50,8 @@ STEP = Dataflow(
 )
 
 
-def of(*names: str, away: tuple[str, ...] = ()) -> Placement:
-    return Placement("drawn", {}, {}, away=away, recomputed=names)
+def of(*names: str, offloaded: tuple[str, ...] = ()) -> Placement:
+    return Placement("drawn", {}, {}, offloaded=offloaded, recomputed=names)
 
 
 def test_only_what_is_made_again_is_made_apart() -> None:
@@ -97,7 +97,7 @@ def test_what_pure_ops_of_the_forward_make_may_be_made_again(names: tuple[str, .
         (of("strange"), "names strange, which the step has not"),
         (of("x"), "names x, which is no value of the step's own"),
         (of("out"), "names out, which is no value of the step's own"),
-        (of("a", away=("a",)), "names a, as placement.away does"),
+        (of("a", offloaded=("a",)), "names a, as placement.offloaded does"),
         (of("g"), "names g, which the forward does not make"),
     ],
 )

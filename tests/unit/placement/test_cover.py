@@ -1,4 +1,4 @@
-"""Covers: values away by the exact profile fit, none of them for nothing, some of them twice."""
+"""Covers: values offloaded by the exact profile fit, none for nothing, some twice."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def bound_s(problem: Problem, *, recompute: bool) -> float:
     return certified_bound_s(problem, "highs", work=work, seed=0, cyclic=False, recompute=recompute)
 
 
-def twice_away() -> Placement:
-    return replace(resident(TWICE), away=("v",), refetched=("v",))
+def twice_offloaded() -> Placement:
+    return replace(resident(TWICE), offloaded=("v",), refetched=("v",))
 
 
 def test_what_is_read_twice_is_fetched_twice_from_one_copy() -> None:
     problem = within(9 * MIB)
-    assert max(moves_of(problem, replace(resident(TWICE), away=("v",))).slot_bytes) > 12 * MIB
+    assert max(moves_of(problem, replace(resident(TWICE), offloaded=("v",))).slot_bytes) > 12 * MIB
     plan = solve(problem)
     check(problem, plan)
     assert plan.placement.refetched == ("v",)
@@ -82,7 +82,7 @@ def test_what_is_read_twice_is_fetched_twice_from_one_copy() -> None:
 @pytest.mark.parametrize("bytes_per_s", [1e9, 1e11, 1e13])
 def test_no_bound_is_above_what_is_fetched_twice(bytes_per_s: float) -> None:
     problem = within(9 * MIB, bytes_per_s)
-    seconds = schedule(problem, twice_away()).predicted.makespan_s
+    seconds = schedule(problem, twice_offloaded()).predicted.makespan_s
     for recompute in (False, True):
         assert bound_s(problem, recompute=recompute) <= seconds * (1 + 1e-6)
 
@@ -99,20 +99,20 @@ def test_what_is_written_behind_its_copy_is_not_fetched_again() -> None:
     )
     problem = formulate(step, with_link(1e10), dict.fromkeys(MEMORIES, PLENTY))
     program = moves_of(problem, resident(step)).program
-    assert len(program.order.gaps_away("v")) == 1
+    assert len(program.order.offloaded_gaps("v")) == 1
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        replace(twice_away(), away=()),
-        replace(twice_away(), refetched=("v", "x")),
-        replace(twice_away(), refetched=()),
+        replace(twice_offloaded(), offloaded=()),
+        replace(twice_offloaded(), refetched=("v", "x")),
+        replace(twice_offloaded(), refetched=()),
     ],
 )
 def test_a_plan_that_fetches_otherwise_than_it_says_is_refused(wrong: Placement) -> None:
     problem = within(PLENTY)
-    plan: Plan = schedule(problem, twice_away())
+    plan: Plan = schedule(problem, twice_offloaded())
     with pytest.raises(PlanError, match=r"refetched names|is fetched 2 times"):
         check(problem, replace(plan, placement=wrong))
 
@@ -121,7 +121,7 @@ def test_a_plan_that_fetches_otherwise_than_it_says_is_refused(wrong: Placement)
 @examples(20)
 def test_a_cover_fits_and_closes_what_it_can(problem: Problem, share: float) -> None:
     least, free = least_of(problem), resident(problem.dataflow)
-    kept = replace(least.placement, away=(), refetched=())
+    kept = replace(least.placement, offloaded=(), refetched=())
     most = max(moves_of(problem, kept).slot_bytes)
     target = least.nbytes + int(share * max(0, most - least.nbytes))
     placement, moves = covered(problem, least.placement, target)
@@ -129,19 +129,19 @@ def test_a_cover_fits_and_closes_what_it_can(problem: Problem, share: float) -> 
         return  # an update takes more, or tiny values stay
     own = problem.with_budget(Tier.DEVICE, max(target, least.nbytes))
     check(own, schedule(own, placement))
-    values = [name for name in placement.away if name not in free.homes]
+    values = [name for name in placement.offloaded if name not in free.homes]
     for name in values:
         fewer = tuple(each for each in placement.refetched if each != name)
-        away = placement.away
+        offloaded = placement.offloaded
         if name not in placement.refetched:
-            away = tuple(each for each in away if each != name)
-        closed = replace(placement, away=away, refetched=fewer)
+            offloaded = tuple(each for each in offloaded if each != name)
+        closed = replace(placement, offloaded=offloaded, refetched=fewer)
         is_value = problem.dataflow.buffer[name].role is Role.TEMPORARY
         if is_value and name not in least.placement.homes and name in covered_names(problem):
             assert max(moves_of(problem, closed).slot_bytes) > target
 
 
 def covered_names(problem: Problem) -> set[str]:
-    """What a cover decides on: all that it has away where nothing fits."""
-    bare = replace(least_of(problem).placement, away=(), refetched=())
-    return set(covered(problem, bare, 0)[0].away)
+    """What a cover decides on: all that it has offloaded where nothing fits."""
+    bare = replace(least_of(problem).placement, offloaded=(), refetched=())
+    return set(covered(problem, bare, 0)[0].offloaded)

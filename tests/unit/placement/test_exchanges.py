@@ -127,7 +127,7 @@ def test_what_is_under_way_is_left_where_it_is() -> None:
     back = Transfer("prefetch.g0", "prefetch", "g0", NBYTES, "begin1", "wait0", ("offload.g0",))
     moved = replace(plan, tasks=(sent, back))
     with pytest.raises(PlanError, match=r"may read g0 .* before the exchange of begin0 is done"):
-        check(asked, replace(moved, placement=replace(plan.placement, away=("g0",))))
+        check(asked, replace(moved, placement=replace(plan.placement, offloaded=("g0",))))
     less = asked.with_budget(Tier.DEVICE, int(1.5 * NBYTES))
     with pytest.raises(PlacementError):
         solve(less, SolveSettings(policy="greedy"))

@@ -15,7 +15,7 @@ from cotrain_compile.placement.explain.sweep import (
     FITS,
     Case,
     Tried,
-    carried,
+    carry_over,
     is_nowhere_slower,
     problem_of,
     try_case,
@@ -73,7 +73,7 @@ def test_no_more_memory_and_no_faster_machine_has_a_slower_plan(
         for nbytes in (least, most)
     ]
     tried = [Tried(case, *try_case(step, case, GREEDY)) for case in cases]
-    points = carried(with_plans_of_slower_machines(step, tried))
+    points = carry_over(with_plans_of_slower_machines(step, tried))
     slow_least, slow_most, fast_least, fast_most = (p.step_s or 0.0 for p in points)
     assert slow_most <= slow_least
     assert fast_least <= slow_least * ROUNDING

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.decisions.activation_strategies import Away
+from cotrain_compile.placement.decisions.activation_strategies import Offloaded
 from cotrain_compile.placement.decisions.decisions import C, Decision, Decisions, DecisionSpace, S
 from cotrain_compile.placement.decisions.effects import Effect
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -48,7 +48,7 @@ def test_what_fits_stays() -> None:
     problem = formulate(STEPS["perceptron"](3, KIB, KIB), FAST_LINK_SLOW_HOST, BUDGETS)
     decisions = greedy(decision_space(problem), PLENTY)
     assert {strategy.mode for strategy in decisions.params} == {UpdateMode.RESIDENT}
-    assert not away(decisions)
+    assert not offloaded(decisions)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_states_leave_before_activations() -> None:
         UpdateMode.RESIDENT,
         UpdateMode.STREAMED,
     }
-    assert not away(little)
+    assert not offloaded(little)
     assert {strategy.mode for strategy in more.params} == {UpdateMode.STREAMED}
-    assert away(more) == 1
+    assert offloaded(more) == 1
 
 
 @given(problems(), st.floats(0, 1), st.floats(0, 1))
@@ -103,9 +103,9 @@ def _effect(decision: Decision[C, S], strategy: S) -> Effect:
     return decision.effects[decision.strategies.index(strategy)]
 
 
-def away(decisions: Decisions) -> int:
+def offloaded(decisions: Decisions) -> int:
     """How many clusters of activations leave."""
-    return sum(isinstance(strategy, Away) for strategy in decisions.activations)
+    return sum(isinstance(strategy, Offloaded) for strategy in decisions.activations)
 
 
 @given(problems())

@@ -22,9 +22,9 @@ GPT = Path(__file__).parents[2] / "problems" / "gpt.json"
 def test_gradients_that_were_away_are_back_before_the_updates_of_their_layer() -> None:
     step = files.load(GPT, Dataflow)
     problem = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 50))
-    away = tuple(sorted({group.gradient for group in step.updates}))
-    placement = replace(streamed(step), away=away)
+    offloaded = tuple(sorted({group.gradient for group in step.updates}))
+    placement = replace(streamed(step), offloaded=offloaded)
     layered = draft(problem, placement, tactics=Tactics(by_layer=True))
     copies = [task for task in layered.tasks if isinstance(task, Transfer)]
-    assert set(away) < {copy.buffer for copy in copies if copy.direction == "prefetch"}
+    assert set(offloaded) < {copy.buffer for copy in copies if copy.direction == "prefetch"}
     check(problem, finished(problem, layered, compiled=False))

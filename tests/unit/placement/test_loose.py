@@ -21,18 +21,18 @@ from tests.support.random_problems import problems, with_budget
 @given(problems(), st.booleans())
 @examples(20)
 def test_a_loose_program_has_a_solution_and_asks_no_more(problem: Problem, at_least: bool) -> None:
-    """At the least, too. Where the careful program has a solution, that is one of the loose one."""
+    """At the least, too. A solution of the conservative program is one of the loose one."""
     if at_least:
         problem = with_budget(problem, least_of(problem).nbytes)
     least = least_bytes(decision_space(problem))
     need_mib = max(problem.budgets[Tier.DEVICE], least) / MIB
-    careful, loose = solved(problem), solved(problem, need_mib)
+    conservative, loose = solved(problem), solved(problem, need_mib)
     assert loose.decisions is not None
-    assert careful.is_infeasible or loose.bound_s <= careful.bound_s * 1.001
+    assert conservative.is_infeasible or loose.bound_s <= conservative.bound_s * 1.001
 
 
 def solved(problem: Problem, need_mib: float | None = None) -> Solution:
-    """The careful program of `problem`, loose or not, rounded."""
+    """The conservative program of `problem`, loose or not, rounded."""
     device_mib, host_mib = (problem.budgets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST))
     space = decision_space(problem)
     program = Program(space, device_mib, host_mib, whole=False, need_mib=need_mib)

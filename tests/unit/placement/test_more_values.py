@@ -59,12 +59,12 @@ def covered_attempts(dataflow: Dataflow, bytes_per_s: float) -> Attempts:
     attempts.try_cover(attempts.step)
     attempts.covers = True
     assert attempts.found.fastest is not None
-    assert attempts.found.fastest.placement.away == ("v",)
+    assert attempts.found.fastest.placement.offloaded == ("v",)
     return attempts
 
 
 @pytest.mark.parametrize(
-    ("first", "source_mib", "again", "away"),
+    ("first", "source_mib", "again", "offloaded"),
     [
         # What nobody else needs is made again with it; what may not run again leaves in its place.
         (op("add", "x", "u", Phase.FORWARD), 4, ("u", "v"), ()),
@@ -72,7 +72,7 @@ def covered_attempts(dataflow: Dataflow, bytes_per_s: float) -> Attempts:
     ],
 )
 def test_a_value_is_made_again_where_its_way_takes_longer(
-    first: Op, source_mib: int, again: tuple[str, ...], away: tuple[str, ...]
+    first: Op, source_mib: int, again: tuple[str, ...], offloaded: tuple[str, ...]
 ) -> None:
     attempts = covered_attempts(step(first, source_mib=source_mib), SLOW)
     before = attempts.found.fastest
@@ -82,7 +82,7 @@ def test_a_value_is_made_again_where_its_way_takes_longer(
     assert fastest is not None
     assert fastest.step_s < before.step_s
     assert fastest.placement.recomputed == again
-    assert fastest.placement.away == away
+    assert fastest.placement.offloaded == offloaded
     assert fastest.placement.policy == "cover+values"
     check(attempts.problem, finished(attempts.problem, fastest))
 
@@ -125,7 +125,7 @@ def test_what_a_value_is_made_of_is_made_twice_where_it_is_in_the_way_between() 
     assert fastest is not None
     assert fastest.placement.recomputed == ("u", "v")
     assert fastest.placement.recomputed_apart == ("v",)
-    assert fastest.placement.away == ()
+    assert fastest.placement.offloaded == ()
     plan = finished(attempts.problem, fastest)
     check(attempts.problem, plan)
     again = recomputed_ops(attempts.problem.dataflow, ("u", "v"), ("v",))

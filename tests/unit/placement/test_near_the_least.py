@@ -27,12 +27,12 @@ def test_a_budget_by_itself_has_a_faster_plan_than_a_smaller_one() -> None:
 
 
 def test_at_the_least_updates_stay_on_the_device_where_that_is_faster() -> None:
-    """By a quarter at least than with everything away, as a loose program decides."""
+    """By a quarter at least than with everything offloaded, as a loose program decides."""
     dataflow = STEPS["clipped"](3, 2 * MIB, 8 * MIB)
     free = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     least = least_of(free)
     tight = with_budget(free, least.nbytes)
     plan = solve(tight, SolveSettings(work_limit=2, recompute=False))
-    everything_away = schedule(tight, least.placement)
+    everything_offloaded = schedule(tight, least.placement)
     assert UpdateMode.STREAMED in plan.placement.updates.values()
-    assert plan.predicted.makespan_s < 0.75 * everything_away.predicted.makespan_s
+    assert plan.predicted.makespan_s < 0.75 * everything_offloaded.predicted.makespan_s

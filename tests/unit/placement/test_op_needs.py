@@ -71,7 +71,7 @@ def relaxed_s(problem: Problem, *, by_op: bool) -> float:
 
 @pytest.mark.parametrize("name", ["clipped", "tied"])
 def test_what_single_ops_need_makes_the_bound_tighter(name: str) -> None:
-    """At the least, where a single op decides what has to be away."""
+    """At the least, where a single op decides what has to be offloaded."""
     dataflow = STEPS[name](3, MIB, 2 * MIB)
     free = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     tight = with_budget(free, least_of(free).nbytes)

@@ -89,8 +89,8 @@ def test_touches_gaps_and_stays_of_any_order(step: Dataflow, rng: random.Random)
     touches = plain_touches(order)
     assert order.touches == touches
     for buffer, held, unmoved in zip(step.buffers, order.at_uses, order.unmoved, strict=True):
-        assert list(order.gaps_away(buffer.name)) == plain_gaps(order, buffer.name)
-        assert order.gaps_away(buffer.name) == order.gaps_away(buffer.name)
+        assert list(order.offloaded_gaps(buffer.name)) == plain_gaps(order, buffer.name)
+        assert order.offloaded_gaps(buffer.name) == order.offloaded_gaps(buffer.name)
         slots = touches.get(buffer.name, [])
         if not (slots or buffer.is_input):
             assert held == unmoved == ()

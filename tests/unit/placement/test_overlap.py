@@ -46,7 +46,7 @@ def at_the_end(dataflow: Dataflow) -> Placement:
 
 
 def overlapping_plan(dataflow: Dataflow, policy: str = "", **homes: Tier) -> Plan:
-    """One with everything carried that may be, `homes` of parameters changed.
+    """One with everything deferred that may be, `homes` of parameters changed.
 
     Of the placement `at_the_end`, or of `policy`.
     """
@@ -85,7 +85,7 @@ def test_to_overlap_is_never_slower_and_never_beats_its_bound(problem: Problem) 
         solve(problem, SolveSettings(overlap_steps=overlap)) for overlap in (False, True)
     )
     check(problem, plan)
-    assert plan.placement.overlap_steps or not plan.carried
+    assert plan.placement.overlap_steps or not plan.deferred
     assert alone.report is not None
     assert plan.report is not None
     assume("time" not in alone.report.status)  # the first solver run is the same in both
@@ -127,7 +127,7 @@ def test_an_update_goes_on_under_the_next_forward() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_device_holds_what_it_holds_without_overlap(name: str) -> None:
-    """And the host once more what carried updates read, up to the wait for them."""
+    """And the host once more what deferred updates read, up to the wait for them."""
     dataflow, plan = PLANS[name]
     placement = replace(plan.placement, overlap_steps=False)
     alone = schedule(problem_of(dataflow), placement)
@@ -160,19 +160,19 @@ def test_updates_that_run_at_once_hold_their_values_at_once(workers: int, at_onc
         check(problem, replace(plan, budgets={**plan.budgets, Tier.HOST: peak - 1}))
 
 
-def test_what_the_step_returns_is_not_carried() -> None:
+def test_what_the_step_returns_is_not_deferred() -> None:
     step = STEPS["chain"]
     buffers = [replace(b, is_output=b.is_output or b.name == "w1") for b in step.buffers]
     plan = overlapping_plan(replace(step, buffers=tuple(buffers)))
-    assert {task.name for task in plan.carried} == {
+    assert {task.name for task in plan.deferred} == {
         f"{kind}.{param}" for kind in ("update", "prefetch") for param in ("w0", "w2")
     }
 
 
-def test_what_the_step_uses_after_its_update_is_not_carried() -> None:
+def test_what_the_step_uses_after_its_update_is_not_deferred() -> None:
     plan = overlapping_plan(chain_that_reads_a_weight_late())
-    assert not {task.name for task in plan.carried}.intersection(("update.w1", "prefetch.w1"))
-    assert len(plan.carried) == 4
+    assert not {task.name for task in plan.deferred}.intersection(("update.w1", "prefetch.w1"))
+    assert len(plan.deferred) == 4
 
 
 def test_without_room_on_the_host_steps_do_not_overlap() -> None:
@@ -183,7 +183,7 @@ def test_without_room_on_the_host_steps_do_not_overlap() -> None:
     host_bytes = alone.predicted.peak_bytes[Tier.HOST]
     tight = problem.with_budget(Tier.HOST, host_bytes)
     plan = solve(tight, SolveSettings("zero-offload", overlap_steps=True))
-    assert not plan.carried
+    assert not plan.deferred
     with pytest.raises(PlacementError, match="host_memory_budget"):
         schedule(tight, PLANS["clipped"][1].placement)
 
@@ -191,7 +191,7 @@ def test_without_room_on_the_host_steps_do_not_overlap() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_that_overlaps_can_be_saved_and_loaded(name: str) -> None:
     _, plan = PLANS[name]
-    assert plan.carried
+    assert plan.deferred
     assert files.from_json(files.to_json(plan), Plan) == plan
 
 
@@ -225,7 +225,7 @@ def test_no_wait_in_the_next_step_can_be_left_out(
     case: tuple[Dataflow, Plan], data: st.DataObject
 ) -> None:
     step, plan = case
-    task = data.draw(st.sampled_from(plan.carried))
+    task = data.draw(st.sampled_from(plan.deferred))
     with pytest.raises(PlanError, match="no op there waits for it"):
         check(problem_of(step), changed(plan, task.name, wait_before=None))
 
@@ -236,7 +236,7 @@ def test_no_weight_can_be_used_before_it_is_back(
 ) -> None:
     """The wait for a way back is before the first op that touches the weight, or refused."""
     step, plan = case
-    backs = [task for task in plan.carried if isinstance(task, Transfer)]
+    backs = [task for task in plan.deferred if isinstance(task, Transfer)]
     task = data.draw(st.sampled_from(backs))
     ops = [op.name for op in place_plan(problem_of(step), plan).program.ops]
     assert task.wait_before is not None
@@ -259,7 +259,7 @@ def test_no_weight_can_be_sent_before_it_is_back(
     case: tuple[Dataflow, Plan], data: st.DataObject
 ) -> None:
     step, plan = case
-    backs = [task.buffer for task in plan.carried if isinstance(task, Transfer)]
+    backs = [task.buffer for task in plan.deferred if isinstance(task, Transfer)]
     name = f"offload.{data.draw(st.sampled_from(backs))}"
     early = changed(plan, name, issue_after=None)
     first = sorted(early.tasks, key=lambda task: task.name != name)
@@ -268,10 +268,10 @@ def test_no_weight_can_be_sent_before_it_is_back(
 
 
 def carry(task: Task) -> Task:
-    return replace(task, carried=True, wait_before="forward_0")
+    return replace(task, deferred=True, wait_before="forward_0")
 
 
-def test_nothing_else_can_be_carried() -> None:
+def test_nothing_else_can_be_deferred() -> None:
     step, plan = PLANS["clipped"]
     sent = next(task for task in plan.tasks if task.name == "offload.g0")
     for broken in (
@@ -282,7 +282,7 @@ def test_nothing_else_can_be_carried() -> None:
             check(problem_of(step), broken)
 
 
-def test_only_what_is_carried_can_be_named_in_the_next_step() -> None:
+def test_only_what_is_deferred_can_be_named_in_the_next_step() -> None:
     step, plan = PLANS["clipped"]
     broken = changed(plan, "offload.g0", after_previous=("offload.g1",))
     with pytest.raises(PlanError, match=r"offload\.g1.*which no step carries over"):

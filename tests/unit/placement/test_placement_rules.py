@@ -87,7 +87,7 @@ def test_plans_of_the_rules_are_sound_under_any_budget_that_fits(
 
 @st.composite
 def placed_steps(draw: st.DrawFn) -> tuple[Dataflow, Placement]:
-    """A step with any mode for any update, and away whatever has a gap that it can be away in."""
+    """A step with any mode for any update, and whatever has a gap offloaded in it, or not."""
     step = draw(steps())
     start = resident(step)
     homes, updates = dict(start.homes), dict(start.updates)
@@ -103,9 +103,9 @@ def placed_steps(draw: st.DrawFn) -> tuple[Dataflow, Placement]:
         if may_be_on_host.get(mode):
             homes[group.param] = Tier.HOST
     can_go = [name for name in with_a_gap(step, homes) if name not in read_late]
-    away = [name for name in can_go if draw(st.booleans())]
+    offloaded = [name for name in can_go if draw(st.booleans())]
     early = draw(st.booleans())
-    return step, Placement("drawn", homes, updates, tuple(away), early)
+    return step, Placement("drawn", homes, updates, tuple(offloaded), early)
 
 
 def with_a_gap(step: Dataflow, homes: dict[str, Tier]) -> list[str]:

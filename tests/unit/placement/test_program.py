@@ -193,17 +193,17 @@ def test_more_of_anything_never_makes_the_optimum_worse(
 @given(problems(), st.sampled_from([3, 5, 8]))
 @examples(10)
 def test_relaxations_are_below_what_they_relax(problem: Problem, buckets: int) -> None:
-    """But for the room for updates, which the relaxed program knows better than the careful one.
+    """But for the room for updates, which the relaxed program knows better.
 
-    Where that room is what is short, the careful one claims what cannot be scheduled.
+    Where that room is what is short, the conservative one claims what cannot be scheduled.
     """
-    careful = decision_space(problem, buckets, 3)
-    whole, split = solved(program_of(careful)), solved(program_of(careful, whole=False))
+    conservative = decision_space(problem, buckets, 3)
+    whole, split = solved(program_of(conservative)), solved(program_of(conservative, whole=False))
     assert split.objective_s <= whole.objective_s * (1 + 1e-6) + 1e-9
     at_peaks = decision_space(problem, buckets, 3, at_peaks=True)
     with mock.patch.object(program_memory, "_add_room_for_any_update"):
         relaxed = solved(program_of(at_peaks, relaxed=True))
-    for program in (program_of(careful), program_of(at_peaks)):
+    for program in (program_of(conservative), program_of(at_peaks)):
         assert relaxed.step_s <= solved(program).step_s * (1 + 1e-6) + 1e-9
 
 
@@ -255,7 +255,7 @@ def test_gradients_that_come_back_for_their_updates_are_not_all_there_at_the_end
     slow_host = machine(1e12, 1000e9, 10e9, 0.01e9)
     free = formulate(prompt_norms(), slow_host, dict.fromkeys(MEMORIES, PLENTY))
     space = decision_space(free)
-    wanted = Strategy(UpdateMode.STREAMED, 0, gradient_away=True)
+    wanted = Strategy(UpdateMode.STREAMED, 0, gradient_offloaded=True)
     params = tuple(
         wanted if wanted in each.strategies else Strategy(UpdateMode.STREAMED, 0)
         for each in space.params

@@ -17,7 +17,7 @@ from tests.support.pages import ROOT
 from tests.support.program_text import abridged, text
 
 PAGE = ROOT / "docs" / "placement.md"
-BEGIN, END = "<!-- the careful program -->\n", "<!-- its end -->"
+BEGIN, END = "<!-- the conservative program -->\n", "<!-- its end -->"
 DEVICE_MIB, HOST_MIB = 6.0, 64.0
 
 
@@ -39,13 +39,13 @@ def two_layers() -> DecisionSpace:
     return decision_space(formulate(chain(2, width=512, batch=512), machine, budgets), 2)
 
 
-@pytest.mark.parametrize("version", ["careful", "relaxed"])
+@pytest.mark.parametrize("version", ["conservative", "relaxed"])
 def test_the_program_of_two_layers(version: str, golden: Callable[[str, str], None]) -> None:
     relaxed = version == "relaxed"
     golden(f"program.{version}.txt", text(two_layers(), DEVICE_MIB, HOST_MIB, relaxed=relaxed))
 
 
-def test_the_page_shows_the_careful_program(request: pytest.FixtureRequest) -> None:
+def test_the_page_shows_the_conservative_program(request: pytest.FixtureRequest) -> None:
     shown = abridged(text(two_layers(), DEVICE_MIB, HOST_MIB, relaxed=False))
     head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     before, end, tail = rest.partition(END)

@@ -19,7 +19,8 @@ from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 
 PLENTY = {Tier.DEVICE: 1 << 50, Tier.HOST: 1 << 50}
-# Of the layers between the first and the last, whose weights are away from forward to backward.
+# Of the layers between the first and the last, whose weights are off the device from forward to
+# backward.
 LAYERS = 40
 
 

@@ -83,7 +83,7 @@ def step_s(plan: Plan) -> float:
     return plan.predicted.makespan_s
 
 
-# Random steps: any values made again, any away, parameters in a few ways each.
+# Random steps: any values made again, any offloaded, parameters in a few ways each.
 
 
 @st.composite
@@ -104,7 +104,7 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
         decided: list[Any] = [*space.params, *space.activations]
         ways = [draw(some_of(each.strategies)) for each in decided]
         found = list(all_of(space, ways))
-        # Values away by the exact profile, and all that can be, some of it twice.
+        # Values offloaded by the exact profile, and all that can be, some of it twice.
         target = problem.budgets[Tier.DEVICE]
         covers = [covered(problem, each, nbytes)[0] for each in found[:6] for nbytes in (target, 0)]
         placements += [*found, *covers]
@@ -158,7 +158,7 @@ def test_no_plan_with_any_values_made_again_beats_the_bound(
     assert bound_s(own) <= step_s(best) * (1 + 1e-6)
 
 
-# Two blocks whose weights stay: each value is kept, away or made again.
+# Two blocks whose weights stay: each value is kept, offloaded or recomputed.
 
 
 def two_blocks() -> Dataflow:
@@ -209,8 +209,8 @@ def every_placement(problem: Problem) -> Iterator[Placement]:
         for chosen in combinations(names, count):
             space = decision_space(problem.recomputing(chosen))
             stays = tuple(decision.strategies[0] for decision in space.params)
-            for away in product(*(decision.strategies for decision in space.activations)):
-                yield space.placement("all", Decisions(stays, away))
+            for offloaded in product(*(decision.strategies for decision in space.activations)):
+                yield space.placement("all", Decisions(stays, offloaded))
 
 
 @pytest.mark.parametrize("link", [1, pytest.param(8, marks=pytest.mark.long)])

@@ -38,7 +38,7 @@ def test_what_nothing_needs_again_is_not_made_again(six: Dataflow) -> None:
 
 
 @pytest.mark.parametrize(
-    ("swapped", "checkpointed", "away_blocks", "again_blocks"),
+    ("swapped", "checkpointed", "offloaded_blocks", "again_blocks"),
     [
         (0, 2, "", "01"),
         (2, 0, "01", ""),
@@ -49,18 +49,18 @@ def test_what_nothing_needs_again_is_not_made_again(six: Dataflow) -> None:
     ],
 )
 def test_blocks_are_swapped_between_checkpoints_and_the_last_are_kept(
-    six: Dataflow, swapped: int, checkpointed: int, away_blocks: str, again_blocks: str
+    six: Dataflow, swapped: int, checkpointed: int, offloaded_blocks: str, again_blocks: str
 ) -> None:
     choice = interleaved(six, values(six), swapped, checkpointed)
-    assert layers_of(choice.away) == set(away_blocks)
+    assert layers_of(choice.offloaded) == set(offloaded_blocks)
     assert layers_of(choice.recomputed) == set(again_blocks)
-    assert choice.away.isdisjoint(choice.recomputed)
+    assert choice.offloaded.isdisjoint(choice.recomputed)
 
 
 def test_each_micro_batch_keeps_its_last_blocks() -> None:
     dataflow = blocks(3, Training(micro_batches=2))
     choice = interleaved(dataflow, values(dataflow), 1, 1)
-    assert layers_of(choice.away) == {"0.0", "0.1"}
+    assert layers_of(choice.offloaded) == {"0.0", "0.1"}
     assert layers_of(choice.recomputed) == {"1.0", "1.1"}
 
 

@@ -191,7 +191,7 @@ def test_a_replay_that_hardly_fits_is_cut() -> None:
     check(problem, plan)
     assert plan.report is not None
     others = [s for way, s in plan.report.simulated_s.items() if "cut" not in way]
-    # With its values away as the greedy has them, two cuts take 0.897 ms.
+    # With its values offloaded as the greedy has them, two cuts take 0.897 ms.
     assert plan.predicted.makespan_s < min(0.00086, min(others))
 
 

@@ -99,7 +99,7 @@ def test_zero_offload_is_the_optimum_where_only_the_host_is_fast(bytes_per_param
     """Low-precision weights on the device, each fetched once; all else on the host: 2 bytes."""
     plan = best_plan(SLOW_DEVICE_SLOW_LINK_FAST_HOST, bytes_per_param)
     assert modes(plan) == {UpdateMode.HOST_STREAMED: LAYERS}
-    assert plan.placement.away == ()
+    assert plan.placement.offloaded == ()
     moved = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     assert moved == (2 * LAYERS * PARAMS, 2 * LAYERS * PARAMS)
     assert 2 <= plan.predicted.peak_bytes[Tier.DEVICE] / (LAYERS * PARAMS) <= 2.4

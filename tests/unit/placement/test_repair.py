@@ -39,7 +39,7 @@ def drawn(problem: Problem, data: st.DataObject) -> Placement:
 def test_what_is_repaired_fits_and_stays_as_it_is(problem: Problem, data: st.DataObject) -> None:
     """At any budget from the least on: no slot has more alive, and a second time nothing changes.
 
-    Nothing comes back that was away.
+    Nothing comes back that was offloaded.
     """
     placement, least = drawn(problem, data), least_of(problem)
     budget = data.draw(st.sampled_from([least.nbytes, problem.budgets[Tier.DEVICE]]))

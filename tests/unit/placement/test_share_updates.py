@@ -48,7 +48,7 @@ def problem_of(dataflow: Dataflow) -> Problem:
 def test_whatever_share_is_streamed_the_plan_is_sound(
     name: str, kept: bool, rule: Callable[[Dataflow], Placement], share: float
 ) -> None:
-    """A gradient that is kept has a home; one that passes is away in the first of two plans.
+    """A gradient that is kept has a home; one that passes is offloaded in the first of two plans.
 
     It stays where its weight is fetched a single time, as for masters on the host.
     """
@@ -57,9 +57,9 @@ def test_whatever_share_is_streamed_the_plan_is_sound(
     placement = rule(dataflow)
     gradients = {group.gradient for group in dataflow.updates}
     tried = [shared for shared, _ in with_share_streamed(problem, placement, share)]
-    away, stays = (gradients.intersection(shared.away) for shared in tried)
+    offloaded, stays = (gradients.intersection(shared.offloaded) for shared in tried)
     assert UpdateMode.STREAMED in tried[0].updates.values()
-    assert bool(away) is not (kept or rule is zero_offload)
+    assert bool(offloaded) is not (kept or rule is zero_offload)
     assert not stays
     for shared in tried:
         check(problem, schedule(problem, shared))
@@ -71,7 +71,7 @@ def test_the_balanced_share_is_none_where_the_host_updates_nothing() -> None:
     assert not balanced_share(problem, resident(problem.dataflow))
 
 
-def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None:
+def test_an_update_comes_after_all_that_reads_a_gradient_which_is_offloaded() -> None:
     """Also after what only looks at it: it comes back for its update when it has left."""
     step = STEPS["chain"]
     looks = tuple(
@@ -79,8 +79,8 @@ def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None
     )
     first = next(at for at, op in enumerate(step.ops) if op.phase is Phase.OPTIMIZER)
     problem = problem_of(replace(step, ops=(*step.ops[:first], *looks, *step.ops[first:])))
-    (away, _), _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
-    moves = moves_of(problem, away)
+    (offloaded, _), _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
+    moves = moves_of(problem, offloaded)
     ready = {send.name: send.ready for send in moves.sends}
     awaited = [
         (ready[name], update.earliest)
@@ -90,7 +90,7 @@ def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None
     ]
     assert len(awaited) == LAYERS
     assert all(leaves <= earliest for leaves, earliest in awaited)
-    check(problem, schedule(problem, away))
+    check(problem, schedule(problem, offloaded))
 
 
 def test_what_holds_too_much_where_the_device_is_full_is_left_to_the_host() -> None:

@@ -129,7 +129,7 @@ def test_nothing_moves_that_need_not(problem: Problem) -> None:
     plan = solve(with_budget(problem, resident_bytes(problem)))
     assert set(plan.placement.updates.values()) <= {UpdateMode.RESIDENT}
     assert set(plan.placement.homes.values()) <= {Tier.DEVICE}
-    assert not plan.placement.away
+    assert not plan.placement.offloaded
     assert not plan.tasks
     alone = chain_of(problem.dataflow.ops, problem.costs.device_s, problem.costs.network_s)
     if any(map(is_shifted, problem.dataflow.ops)):  # but waits for scatters, for less time
@@ -179,7 +179,7 @@ def test_a_host_that_is_too_small_leaves_more_on_the_device(
 
 
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
-    """The weight of this step can be away over its loss, wherever buckets happen to end."""
+    """The weight of this step can be offloaded over its loss, wherever buckets happen to end."""
     machine = two_tier(
         name="slow link",
         device=TierSpec(PLENTY, 160e9, {"float32": 1e11}, 1e-6),
@@ -218,7 +218,7 @@ def test_autotms_variants_are_nested(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step_is_solved_and_reported_in_the_least_memory(name: str) -> None:
-    """Where the careful program is loose."""
+    """Where the conservative program is loose."""
     solve_and_look(name, 0.0)
 
 

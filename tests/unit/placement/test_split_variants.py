@@ -122,14 +122,14 @@ def test_the_fastest_of_all_small_plans_lies_between_bound_and_plan() -> None:
     for splits in tried:
         parts = problem.splitting(dict(splits)).as_its_own_step()
         dataflow = parts.dataflow
-        away = [
+        offloaded = [
             b.name
             for b in dataflow.buffers
             if b.is_passing and sum(b.name in (*op.reads, *op.writes) for op in dataflow.ops) > 1
         ][:4]
         for recomputed in subsets(sorted(recomputable(dataflow))[:3]):
-            for gone in subsets([name for name in away if name not in recomputed]):
-                placement = replace(resident(dataflow), away=gone, recomputed=recomputed)
+            for gone in subsets([name for name in offloaded if name not in recomputed]):
+                placement = replace(resident(dataflow), offloaded=gone, recomputed=recomputed)
                 try:
                     found = draft(parts, placement)
                 except PlacementError:

@@ -37,7 +37,7 @@ def test_a_strategy_makes_a_placement_that_can_be_carried_out(
     placement = replace(
         base, homes={**base.homes, **kept.homes}, updates={**base.updates, **kept.updates}
     )
-    check_placement(dataflow, replace(placement, away=kept.away))
+    check_placement(dataflow, replace(placement, offloaded=kept.offloaded))
     assert kept.updates[group.param] is strategy.mode or (elements == 8 and strategy.fetches == 0)
 
 

@@ -21,7 +21,7 @@ from cotrain_compile.placement.explain.sweep import (
     Case,
     Point,
     Sweep,
-    carried,
+    carry_over,
     device_budgets,
     refuse_if_nothing_fits,
     try_case,
@@ -115,7 +115,7 @@ def test_more_memory_is_never_slower_and_bounds_never_rise(
     drawn: list[tuple[float | None, float]],
 ) -> None:
     points = [point(n + 1, s, lower_bound_s=bound) for n, (s, bound) in enumerate(drawn)]
-    found = carried(points)
+    found = carry_over(points)
     assert [p.device_budget_bytes for p in found] == [p.device_budget_bytes for p in points]
     fitting = [p for p in found if p.step_s is not None]
     times_s = [p.step_s for p in fitting if p.step_s is not None]
@@ -131,12 +131,12 @@ def test_more_memory_is_never_slower_and_bounds_never_rise(
 
 def test_where_all_fits_the_plan_is_that_one_though_another_were_faster() -> None:
     fits = point(2, 3.0, regime=FITS)
-    assert carried([point(1, 2.0), fits])[1].step_s == 3.0
+    assert carry_over([point(1, 2.0), fits])[1].step_s == 3.0
 
 
 def test_machines_and_sizes_are_not_mixed() -> None:
     points = [point(1, 1.0), point(2, 5.0, machine="n"), point(3, 6.0, sizes={"batch": 4})]
-    assert [p.step_s for p in carried(points)] == [1.0, 5.0, 6.0]
+    assert [p.step_s for p in carry_over(points)] == [1.0, 5.0, 6.0]
 
 
 def test_a_row_for_each_point_and_a_line_for_each_machine() -> None:
@@ -161,7 +161,7 @@ def test_a_row_says_what_each_gib_has_bought_since_the_one_before() -> None:
 
 def test_a_point_at_which_the_solver_stopped_early_is_hollow_and_told() -> None:
     early = point(2, 5.0, stopped_early=True)
-    slower, faster = carried([early, point(1, 3.0)])
+    slower, faster = carry_over([early, point(1, 3.0)])
     assert (slower.stopped_early, faster.step_s, faster.stopped_early) == (False, 3.0, True)
     found = Sweep("f", (slower, faster), Job("Net", {"x": (4, 8)}))
     (axes,) = (figure := draw_sweep(found)).axes

@@ -55,15 +55,15 @@ def test_an_update_that_shares_nothing_with_the_rest_still_runs_early() -> None:
     assert first.after == "backward_2"
 
 
-def test_what_is_made_again_is_not_away_too() -> None:
-    """The gradients of samples rest in the forward, where they could be away in between."""
+def test_what_is_made_again_is_not_offloaded_too() -> None:
+    """The gradients of samples rest in the forward, where they could be offloaded in between."""
     step = per_sample_step(3, 64 * KIB, 8)
     names = tuple(sorted(recomputable(step)))
     assert "s0" in names
     problem = formulate(step, find("rtx4090"), FREE)
-    assert "s0" in least_of(problem).placement.away
+    assert "s0" in least_of(problem).placement.offloaded
     least = least_of(problem.recomputing(names))
-    assert not set(least.placement.away) & set(names)
+    assert not set(least.placement.offloaded) & set(names)
     check(problem, schedule(problem, least.placement))
 
 

@@ -63,7 +63,7 @@ def test_a_parameter_may_be_called_like_a_workspace() -> None:
 
 
 def test_the_program_has_room_for_a_workspace_too() -> None:
-    """Where most is alive, a workspace sends away as much more."""
+    """Where most is alive, a workspace offloads as much more."""
     dataflow = chain(2, width=512, batch=512)
     problem = formulate(dataflow, find("rtx4090"), {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
     budget = resident_bytes(problem)

@@ -71,8 +71,8 @@ def test_time_and_peaks_are_those_of_the_predictions() -> None:
 
 
 def test_many_names_are_counted() -> None:
-    away = replace(COARSE.placement, away=tuple(f"h{i}" for i in range(7)))
-    (line,) = describe_diff(COARSE, replace(COARSE, placement=away)).splitlines()
+    offloaded = replace(COARSE.placement, offloaded=tuple(f"h{i}" for i in range(7)))
+    (line,) = describe_diff(COARSE, replace(COARSE, placement=offloaded)).splitlines()
     assert line == "leave the device now: 7 tensors: h0, h1, h2, h3, and 3 more"
 
 

@@ -1,10 +1,10 @@
-"""Kept rehearsals: what a first step took of each tier, found by the next process that runs it.
+"""Kept dry runs: what a first step took of each tier, found by the next process that runs it.
 
 Where the bytes of a device are counted op by op, the same code takes the same of it in every
-process. So the peaks of a rehearsal that kept to its budgets go on disk, by a digest of all that
+process. So the peaks of a dry run that kept to its budgets go on disk, by a digest of all that
 they follow from: the placed graph, the code of its segments by Inductor's key, how the inputs lie
 in memory, options and machine, torch, the processor and its threads. What the kernels of other
-libraries take is in no digest: a step with such ops is rehearsed in every process. So is one on a
+libraries take is in no digest: a step with such ops has a dry run in every process. So is one on a
 card, where it matters how its memory is cut up and who else has some of it.
 """
 
@@ -36,8 +36,8 @@ _OF_TORCH = frozenset({"aten", "prims", "cotrain"})
 
 
 @dataclass(frozen=True)
-class KeptRehearsal:
-    """The file with the peaks of a step, if it has been rehearsed."""
+class KeptDryRun:
+    """The file with the peaks of a step, if it had a dry run."""
 
     path: Path
 
@@ -55,7 +55,7 @@ class KeptRehearsal:
         return peaks
 
     def keep(self, peak_bytes: Mapping[Tier, int]) -> None:
-        """Write the peaks of a rehearsal; nothing where no file can be written."""
+        """Write the peaks of a dry run; nothing where no file can be written."""
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps({tier.value: peak_bytes[tier] for tier in MEMORIES}))
@@ -67,14 +67,14 @@ class KeptRehearsal:
             self.path.unlink(missing_ok=True)
 
 
-def kept_rehearsal(
+def kept_dry_run(
     compiled: CompiledStep, inputs: Sequence[Any], settings: object
-) -> KeptRehearsal | None:
-    """Where the rehearsal of a step on these `inputs` is kept; None where it may take another peak.
+) -> KeptDryRun | None:
+    """Where the dry run of a step on these `inputs` is kept; None where it may take another peak.
 
     `settings` has a repr that says with what else the step was compiled.
     """
-    folder = folder_of("rehearsals")
+    folder = folder_of("dry runs")
     if folder is None or not compiled.is_metered or not _is_of_torch(compiled.graph.module):
         return None
     code = _code_of(compiled.lowered)
@@ -86,7 +86,7 @@ def kept_rehearsal(
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
-    return KeptRehearsal(folder / digest.hexdigest()[:32])
+    return KeptDryRun(folder / digest.hexdigest()[:32])
 
 
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:

@@ -1,4 +1,4 @@
-"""Away on disk: values rest there at last, and it is told how long a drive bears it."""
+"""Offloaded on disk: values rest there at last, and it is told how long a drive bears it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def problem_of(host_bytes: int, disk_budget: int = 1 << 40, machine: Machine = C
     return formulate(STEP, machine, budgets | ({Tier.DISK: disk_budget} if disk_budget else {}))
 
 
-def away(problem: Problem) -> Placement:
+def offloaded(problem: Problem) -> Placement:
     plan = solve(problem, SolveSettings("greedy", work_limit=2, recompute=False))
     return plan.placement
 
 
 IN_MEMORY = problem_of(1 << 40, 0)
-AWAY = away(IN_MEMORY)
+OFFLOADED = offloaded(IN_MEMORY)
 
 
 def plan_within(host_bytes: int, machine: Machine = CARD) -> tuple[Problem, Plan]:
     problem = problem_of(host_bytes, machine=machine)
-    plan = schedule(problem, AWAY)
+    plan = schedule(problem, OFFLOADED)
     check(problem, plan)
     return problem, plan
 
 
 def scarce() -> int:
     """Half of what the host holds without a drive."""
-    return schedule(IN_MEMORY, AWAY).predicted.peak_bytes[Tier.HOST] // 2
+    return schedule(IN_MEMORY, OFFLOADED).predicted.peak_bytes[Tier.HOST] // 2
 
 
 def test_values_rest_there_where_the_host_has_no_room_for_them() -> None:
     _, plan = plan_within(scarce())
-    there = plan.placement.away_on_disk
-    assert 0 < len(there) < len(AWAY.away)
+    there = plan.placement.offloaded_to_disk
+    assert 0 < len(there) < len(OFFLOADED.offloaded)
     assert plan.predicted.peak_bytes[Tier.DISK] == len(there) * VALUE_BYTES
     assert write_room_bytes(STEP, plan.placement) > 0
     nbytes, disk = len(there) * VALUE_BYTES, CARD.disk
@@ -66,7 +66,7 @@ def test_values_rest_there_where_the_host_has_no_room_for_them() -> None:
         (Lane.DISK_WRITE, disk.write_bytes_per_s),
     ):
         assert nbytes / rate * 0.999 <= plan.predicted.busy_s(lane) <= 2 * nbytes / rate
-    assert not plan_within(1 << 40)[1].placement.away_on_disk
+    assert not plan_within(1 << 40)[1].placement.offloaded_to_disk
 
 
 @pytest.mark.parametrize("policy", ["greedy", "lp-round", "auto"])
@@ -78,11 +78,11 @@ def test_no_plan_is_below_its_bound(policy: str) -> None:
         assert plan.report.lower_bound_s <= plan.predicted.makespan_s * (1 + 1e-9)
 
 
-def test_what_is_not_away_is_not_on_disk() -> None:
+def test_what_is_not_offloaded_is_not_on_disk() -> None:
     problem, plan = plan_within(scarce())
     for name in ("loss", "w0", "x"):
-        wrong = replace(plan, placement=replace(plan.placement, away_on_disk=(name,)))
-        with pytest.raises(PlanError, match="away_on_disk names"):
+        wrong = replace(plan, placement=replace(plan.placement, offloaded_to_disk=(name,)))
+        with pytest.raises(PlanError, match="offloaded_to_disk names"):
             check(problem, wrong)
 
 
@@ -91,7 +91,7 @@ def test_the_wear_of_the_drive_is_told() -> None:
     worn, disk = wear(problem, plan), CARD.disk
     assert worn is not None
     assert disk is not None
-    written = len(plan.placement.away_on_disk) * VALUE_BYTES
+    written = len(plan.placement.offloaded_to_disk) * VALUE_BYTES
     assert worn.step_bytes == worn.value_bytes == written
     assert worn.day_bytes == pytest.approx(written * 86400 / plan.predicted.makespan_s)
     assert worn.steps == pytest.approx(WRITES_BORNE * disk.capacity_bytes / written)
@@ -109,9 +109,9 @@ def test_a_placement_used_again_leaves_out_what_the_step_does_not_know() -> None
     placement = plan.placement
     with_more = replace(
         placement,
-        away=(*placement.away, "gone"),
+        offloaded=(*placement.offloaded, "gone"),
         refetched=("gone",),
-        away_on_disk=(*placement.away_on_disk, "gone"),
+        offloaded_to_disk=(*placement.offloaded_to_disk, "gone"),
     )
     anew = reuse_placement(problem, with_more)
     assert anew is not None

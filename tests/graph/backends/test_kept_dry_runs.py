@@ -1,4 +1,4 @@
-"""A first step that another process has rehearsed begins at once, and takes what that one took."""
+"""A first step that another process has run dry begins at once, and takes what that one took."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ PLACED = {"policy": "coarse", "quiet": True, "host_kernels": "captured", "plan_c
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where rehearsals are kept, on the machine of the options, by nobody yet."""
+    """Where dry runs are kept, on the machine of the options, by nobody yet."""
     monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path))
-    return tmp_path / "rehearsals"
+    return tmp_path / "dry runs"
 
 
 @contextmanager
-def counting_rehearsals() -> Iterator[list[None]]:
-    rehearse, found = CompiledStep.rehearse, list[None]()
+def counting_dry_runs() -> Iterator[list[None]]:
+    dry_run, found = CompiledStep.dry_run, list[None]()
 
     def count(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
         found.append(None)
-        rehearse(self, inputs, again=again)
+        dry_run(self, inputs, again=again)
 
-    with mock.patch.object(CompiledStep, "rehearse", count):
+    with mock.patch.object(CompiledStep, "dry_run", count):
         yield found
 
 
 def trained(**options: Any) -> tuple[int, CompiledStep, Run]:
-    """How often a process that begins rehearses, its step after training, and what it trained."""
+    """How often a process that begins runs dry, its step after training, and what it trained."""
     torch._dynamo.reset()
     steps: list[Any] = []
     settings = {**PLACED, "lowering": "eager", "machine": "rtx4090", **options}
-    with counting_rehearsals() as rehearsals:
+    with counting_dry_runs() as dry_runs:
         run = train(CASES["mlp"], SGD, cotrain(**settings), steps.append, steps=1)
-    return len(rehearsals), cotrain_compile.inspect(steps[-1]), run
+    return len(dry_runs), cotrain_compile.inspect(steps[-1]), run
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_the_next_process_trains_the_same_without_a_rehearsal(lowering: str, folder: Path) -> None:
-    rehearsed, first, run = trained(lowering=lowering)
+def test_the_next_process_trains_the_same_without_a_dry_run(lowering: str, folder: Path) -> None:
+    dry_run_first, first, run = trained(lowering=lowering)
     again, second, run_again = trained(lowering=lowering)
-    assert (rehearsed, again) == (1, 0)
+    assert (dry_run_first, again) == (1, 0)
     assert second.measured is not None
-    assert second.measured.peak_bytes[Tier.DEVICE] == second.rehearsed_device_bytes
-    assert second.rehearsed_device_bytes == first.rehearsed_device_bytes
+    assert second.measured.peak_bytes[Tier.DEVICE] == second.dry_run_device_bytes
+    assert second.dry_run_device_bytes == first.dry_run_device_bytes
     assert all(map(torch.equal, run_again.losses, run.losses))
     assert all(torch.equal(run_again.tensors[name], value) for name, value in run.tensors.items())
 
 
-def test_what_was_compiled_otherwise_is_rehearsed(folder: Path) -> None:
+def test_what_was_compiled_otherwise_has_a_dry_run(folder: Path) -> None:
     trained()
     threads = torch.get_num_threads()
     try:
@@ -105,7 +105,7 @@ def test_a_file_that_says_too_little_is_forgotten_after_the_step(folder: Path) -
     assert trained()[0] == 1
 
 
-@torch.library.custom_op("kept_rehearsals::double", mutates_args=())
+@torch.library.custom_op("kept_dry_runs::double", mutates_args=())
 def double(x: Tensor) -> Tensor:
     return x * 2
 
@@ -114,7 +114,7 @@ double.register_fake(torch.empty_like)
 double.register_autograd(lambda _, gradient: gradient * 2)
 
 
-def test_a_step_with_kernels_of_others_is_rehearsed_by_every_process(folder: Path) -> None:
+def test_a_step_with_kernels_of_others_has_a_dry_run_in_every_process(folder: Path) -> None:
     for _ in range(2):
         torch._dynamo.reset()
         model = nn.Linear(4, 4)
@@ -127,7 +127,7 @@ def test_a_step_with_kernels_of_others_is_rehearsed_by_every_process(folder: Pat
             optimizer.step()
             return loss.detach()
 
-        with counting_rehearsals() as rehearsals:
+        with counting_dry_runs() as dry_runs:
             cotrain(lowering="eager", machine="rtx4090")(step)(torch.ones(2, 4))
-        assert len(rehearsals) == 1
+        assert len(dry_runs) == 1
     assert not folder.exists()

@@ -3,18 +3,18 @@
 Where that runs out of device memory, no parameter or state has changed, and the step is planned
 again: with what each piece of compiled code was seen to take beyond its plan as workspace of its
 ops, or, where that is not known or nothing fits with it, for less by the measured overshoot, as
-AutoTM does (Hildebrand et al., ASPLOS 2020, section 4.3). It is rehearsed again within the whole
-budget. Where no plan keeps to the budget the step is refused: it never runs above. What a rehearsal
-took beyond its plan, and had, is noted in the plan. What another process has rehearsed, to the same
-end, is not rehearsed again.
+AutoTM does (Hildebrand et al., ASPLOS 2020, section 4.3). It has a dry run again within the whole
+budget. Where no plan keeps to the budget the step is refused: it never runs above. What a dry run
+took beyond its plan, and had, is noted in the plan. What another process has run dry, to the same
+end, has no dry run again.
 
 On a card the first call of a kernel may take memory that no later one does: Inductor tunes with a
 buffer as large as the card's L2 cache, and with copies of what the kernel overwrites. So a
-rehearsal there that came to its end above what is allowed is done once more before it counts, with
+dry run there that came to its end above what is allowed is done once more before it counts, with
 what the first has left on the card.
 
 A later step may run out of a card's memory, too: others take some, or what is free is in pieces.
-Where it has changed nothing it is planned and rehearsed again as the first, and run again with the
+Where it has changed nothing it is planned and run dry again as the first, and run again with the
 random numbers that it drew.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.kept_rehearsals import KeptRehearsal, kept_rehearsal
+from cotrain_compile.backends.lifecycle.kept_dry_runs import KeptDryRun, kept_dry_run
 from cotrain_compile.backends.lifecycle.workspace import both, of_convolutions
 from cotrain_compile.distribute.agree import ALONE, Overshoot, Together
 from cotrain_compile.distribute.ranks import count_of_ranks
@@ -49,14 +49,14 @@ LEAST_STEP = 0.05
 ROOM = 0.25
 
 
-class Rehearsed:
-    """Runs a `CompiledStep`, the first time after a rehearsal.
+class AfterDryRun:
+    """Runs a `CompiledStep`, the first time after a dry run.
 
     `compile_within(device_bytes, inputs, workspace)` compiles it, planned for so much, None: for
     the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
-    `replans` is false a rehearsal that fails is the end. `tell` is called with a step that took
+    `replans` is false a dry run that fails is the end. `tell` is called with a step that took
     more of the device than planned, when its plan's last note says so. The first call is inside
-    `shown()`. A process after this one finds the rehearsal where `settings`, with what else the
+    `shown()`. A process after this one finds the dry run where `settings`, with what else the
     step was compiled, have the same repr.
     """
 
@@ -80,19 +80,19 @@ class Rehearsed:
         # For all later steps. Other ranks would wait too long, also those of a pipeline's turns.
         is_alone = together is ALONE and count_of_ranks() == 1
         self._rounds_later = self._rounds if is_alone else 0
-        self._rehearsed = False
-        self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
+        self._had_dry_run = False
+        self._first_over_bytes = 0  # by how much the last dry run was above where it stopped
         self._workspace: Mapping[str, int] = {}  # that `compiled` is planned with
         self.compiled = compile_within(None, inputs, {})
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self._rehearsed:
+        if self._had_dry_run:
             return self._later_step(inputs)
         with self._shown():
             kept = self._kept(inputs)
             if kept is not None and self._is_known(kept):
                 return self._first_step(inputs, kept)
-            self._rehearse(inputs)
+            self._dry_run(inputs)
             if (kept := self._kept(inputs)) is not None:
                 kept.keep(self.compiled.peak_bytes)
             return self.compiled(inputs)
@@ -113,17 +113,17 @@ class Rehearsed:
         worst = Overshoot(self._overshoot_bytes(short), 0, True, {})
         if not self._plans_again(worst, short, inputs, what="a step"):
             raise short
-        self._rehearsed = False
+        self._had_dry_run = False
         return self(inputs)
 
-    def _kept(self, inputs: Sequence[Any]) -> KeptRehearsal | None:
-        """Where the rehearsal of the step as it is now compiled is kept, if it is."""
-        if self._together is not ALONE:  # another rank may have to rehearse
+    def _kept(self, inputs: Sequence[Any]) -> KeptDryRun | None:
+        """Where the dry run of the step as it is now compiled is kept, if it is."""
+        if self._together is not ALONE:  # another rank may need a dry run
             return None
-        return kept_rehearsal(self.compiled, inputs, self._settings)
+        return kept_dry_run(self.compiled, inputs, self._settings)
 
-    def _is_known(self, kept: KeptRehearsal) -> bool:
-        """Whether the step was rehearsed in another process, and fits its budgets here."""
+    def _is_known(self, kept: KeptDryRun) -> bool:
+        """Whether the step had a dry run in another process, and fits its budgets here."""
         peaks = kept.peak_bytes()
         # A step under a profiler of the user's cannot see what compiled code takes inside.
         if peaks is None or is_profiled():
@@ -131,23 +131,23 @@ class Rehearsed:
         host_bytes = self.compiled.plan.budgets[Tier.HOST]
         if peaks[Tier.DEVICE] > self.compiled.allowed_bytes or peaks[Tier.HOST] > host_bytes:
             return False
-        self.compiled.rehearsed_device_bytes = peaks[Tier.DEVICE]
-        self._rehearsed = True
+        self.compiled.dry_run_device_bytes = peaks[Tier.DEVICE]
+        self._had_dry_run = True
         self._note_surplus(peaks[Tier.DEVICE])
         return True
 
-    def _first_step(self, inputs: list[Any], kept: KeptRehearsal) -> Any:
-        """The step that another process has rehearsed, which says whether it takes as much here."""
+    def _first_step(self, inputs: list[Any], kept: KeptDryRun) -> Any:
+        """The step that another process has run dry, which says whether it takes as much here."""
         known = self.compiled
         try:
             return self._later_step(inputs)
         finally:
-            if known.peak_bytes[Tier.DEVICE] > (known.rehearsed_device_bytes or 0) or (
+            if known.peak_bytes[Tier.DEVICE] > (known.dry_run_device_bytes or 0) or (
                 self.compiled is not known
             ):
                 kept.forget()
 
-    def _rehearse(self, inputs: Sequence[Any]) -> None:
+    def _dry_run(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):
             error, own_bytes, worst = self._overshoot(inputs)
             if worst.over_bytes and not worst.ran_out and not self.compiled.is_metered:
@@ -163,13 +163,13 @@ class Rehearsed:
                 f"by {format_bytes(worst.over_bytes)} or more, or free memory on the device.",
             )
             raise error
-        self._rehearsed = True
+        self._had_dry_run = True
         self._note_surplus(self.compiled.peak_bytes[Tier.DEVICE])
 
     def _overshoot(
         self, inputs: Sequence[Any], *, again: bool = False
     ) -> tuple[Exception | None, int, Overshoot]:
-        """Rehearse: the error, by how much this process was above, and the worst of all ranks."""
+        """A dry run: its error, by how much this process was above, and the worst of all ranks."""
         error = self._out_of_memory(inputs, again=again)
         own_bytes = self._overshoot_bytes(error)
         beyond = self.compiled.beyond_plan() if own_bytes else {}
@@ -177,7 +177,7 @@ class Rehearsed:
         return error, own_bytes, self._together.worst(own)
 
     def _above_the_budget(self, own_bytes: int) -> OutOfDeviceMemory:
-        """Of a rehearsal that came to its end: a card has more than the step may take."""
+        """Of a dry run that came to its end: a card has more than the step may take."""
         if own_bytes == 0:
             told = "the step needs more memory than its budget on another rank"
             return OutOfDeviceMemory(told, tier=Tier.DEVICE)
@@ -192,7 +192,7 @@ class Rehearsed:
         )
 
     def _note_surplus(self, peak_bytes: int) -> None:
-        """Note in the plan what the rehearsal took of the device beyond it."""
+        """Note in the plan what the dry run took of the device beyond it."""
         compiled, plan = self.compiled, self.compiled.plan
         surplus_bytes = peak_bytes - self._planned_bytes()
         if surplus_bytes > 0:
@@ -205,10 +205,10 @@ class Rehearsed:
             self._tell(compiled)
 
     def _out_of_memory(self, inputs: Sequence[Any], *, again: bool) -> Exception | None:
-        """The error of a rehearsal that ran out of device memory; raises every other."""
+        """The error of a dry run that ran out of device memory; raises every other."""
         self._first_over_bytes = 0
         try:
-            self.compiled.rehearse(inputs, again=again)
+            self.compiled.dry_run(inputs, again=again)
         except RuntimeError as error:
             if not _is_out_of_device_memory(error):
                 raise
@@ -225,7 +225,7 @@ class Rehearsed:
             self.compiled.measure_peak(inputs)
 
     def _overshoot_bytes(self, error: Exception | None) -> int:
-        """What has to come off the plan: 0 where its rehearsal kept to the budget.
+        """What has to come off the plan: 0 where its dry run kept to the budget.
 
         An emulated device fails above its budget; a card fails below the plan, with what it had.
         Where the plan was reached all the same, what failed may be what libraries take beside it,
@@ -279,7 +279,7 @@ class Rehearsed:
 
         The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
         if it can it leaves room, the more the more there was too much. Where all of it fits
-        nowhere, convolutions may have taken it alone: the next rehearsal tells.
+        nowhere, convolutions may have taken it alone: the next dry run tells.
         """
         planned_bytes = self._planned_bytes()
         over_bytes = worst.over_bytes
@@ -293,7 +293,7 @@ class Rehearsed:
             for less in lesses
         ]
         # At last: memory in pieces refuses one that is large long before all is taken, so that half
-        # as much less may do. The next rehearsal tells.
+        # as much less may do. The next dry run tells.
         if worst.ran_out:
             for_less += [(max(1, planned_bytes - over_bytes // part), {}) for part in (2, 4)]
         if not worst.beyond:
