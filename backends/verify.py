@@ -37,6 +37,11 @@ from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.runtime.host.trial import TOLERANCE
 
+_DECIDED = (
+    "Where a step goes by signs or comparisons (Rprop, a top-k), a rounding may decide: with "
+    "split='off' and host_kernels='captured' it is compared to the bit. Else: "
+)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -86,8 +91,9 @@ class VerifiedStep:
                 raise VerifyError(
                     f"step {self.compiled.steps} of this plan is not what the captured step "
                     f"computes: {told}. Parameters and states now hold the captured step's "
-                    "numbers. That is a bug of this package: please report it with the folder of "
-                    "the option 'dump', and go on with policy 'resident' or in eager"
+                    f"numbers. {_DECIDED if result.is_rounded else ''}That is a bug of this "
+                    "package: please report it with the folder of the option 'dump', and go on "
+                    "with policy 'resident' or in eager"
                 )
         self._steps_left -= 1
         return outputs
