@@ -267,10 +267,18 @@ class ListScheduler:
         return pending
 
     def _run_another(self, pending: Pending) -> bool:
-        """Run first what has its states already, or was planned to; False where `pending` is it."""
+        """Run first what has its states already, or was planned to; whether `pending` waits still.
+
+        Where that is `pending` itself, its states came early, into room that what was planned
+        before it has not given back yet: that runs, as far as it fits.
+        """
         ready = [other for other in self.pending if other.counted or other is pending]
         first = min(ready, key=lambda other: (not other.fetched, other.order))
-        assert first is not pending, f"{pending.update.params}: no room for the update"
+        if first is pending:
+            others = (other for other in ready if other is not pending and other.is_next)
+            fitting = [other for other in others if self._short_of(other) <= 0]
+            assert fitting, f"{pending.update.params}: no room for the update"
+            first = min(fitting, key=lambda other: other.order)
         self._run_update(first)
         return pending in self.pending
 
