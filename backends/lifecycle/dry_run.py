@@ -11,7 +11,9 @@ end, has no dry run again.
 On a card the first call of a kernel may take memory that no later one does: Inductor tunes with a
 buffer as large as the card's L2 cache, and with copies of what the kernel overwrites. So a
 dry run there that came to its end above what is allowed is done once more before it counts, with
-what the first has left on the card.
+what the first has left on the card in tensors. What torch's allocator has reserved there counts as
+well, since other processes cannot have it: above what is allowed the step is planned again for
+less by as much, where that fits.
 
 A later step may run out of a card's memory, too: others take some, or what is free is in pieces.
 Where it has changed nothing it is planned and run dry again as the first, and run again with the
@@ -47,6 +49,12 @@ LEAST_STEP = 0.05
 # The part of what was too much that a plan which knows it leaves free besides, if the rest is
 # enough: cut elsewhere, the same ops take about as much, and not the same.
 ROOM = 0.25
+
+_DRY_RUN = "a dry run of the step"
+_NOT_IN_PIECES = (
+    "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts memory "
+    "is not in pieces"
+)
 
 
 class AfterDryRun:
@@ -150,12 +158,15 @@ class AfterDryRun:
     def _dry_run(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):
             error, own_bytes, worst = self._overshoot(inputs)
-            if worst.over_bytes and not worst.ran_out and not self.compiled.is_metered:
+            if worst.most_bytes and not worst.ran_out and not self.compiled.is_metered:
                 error, own_bytes, worst = self._overshoot(inputs, again=True)
-            if worst.over_bytes == 0:
+            if worst.most_bytes == 0:
                 break
             if left and self._plans_again(worst, error, inputs):
                 continue
+            if worst.over_bytes == 0:
+                self._note(f"{self._told_of(worst, error)}; no plan for less was found")
+                break
             error = error or self._above_the_budget(own_bytes)
             _add(
                 error,
@@ -173,7 +184,8 @@ class AfterDryRun:
         error = self._out_of_memory(inputs, again=again)
         own_bytes = self._overshoot_bytes(error)
         beyond = self.compiled.beyond_plan() if own_bytes else {}
-        own = Overshoot(own_bytes, self._first_over_bytes, error is not None, beyond)
+        pieces_bytes = 0 if error is not None else self._pieces_bytes()
+        own = Overshoot(own_bytes, self._first_over_bytes, error is not None, beyond, pieces_bytes)
         return error, own_bytes, self._together.worst(own)
 
     def _above_the_budget(self, own_bytes: int) -> OutOfDeviceMemory:
@@ -191,9 +203,13 @@ class AfterDryRun:
             tier=Tier.DEVICE,
         )
 
+    def _pieces_bytes(self) -> int:
+        """By how much more was reserved on a card than the step may take."""
+        return max(0, (self.compiled.measured_reserved_bytes or 0) - self.compiled.allowed_bytes)
+
     def _note_surplus(self, peak_bytes: int) -> None:
         """Note in the plan what the dry run took of the device beyond it."""
-        compiled, plan = self.compiled, self.compiled.plan
+        compiled = self.compiled
         surplus_bytes = peak_bytes - self._planned_bytes()
         if surplus_bytes > 0:
             told = (
@@ -201,8 +217,11 @@ class AfterDryRun:
                 f"{format_bytes(surplus_bytes)} more than planned op by op: what compiled code"
                 f"{'' if compiled.is_metered else ', its tuning'} and libraries hold"
             )
-            compiled.plan = replace(plan, notes=(*plan.notes, told))
-            self._tell(compiled)
+            self._note(told)
+
+    def _note(self, told: str) -> None:
+        self.compiled.plan = replace(self.compiled.plan, notes=(*self.compiled.plan.notes, told))
+        self._tell(self.compiled)
 
     def _out_of_memory(self, inputs: Sequence[Any], *, again: bool) -> Exception | None:
         """The error of a dry run that ran out of device memory; raises every other."""
@@ -245,14 +264,10 @@ class AfterDryRun:
         worst: Overshoot,
         error: Exception | None,
         inputs: Sequence[Any],
-        what: str = "a dry run of the step",
+        what: str = _DRY_RUN,
     ) -> bool:
         """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
-        peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
-        told = (
-            f"{what} took {format_bytes(peak_bytes)} on the device, where "
-            f"{format_bytes(planned_bytes)} were planned" + (", and ran out of it" if error else "")
-        )
+        told = self._told_of(worst, error, what)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         for plan_bytes, workspace in self._other_plans(worst):
@@ -269,10 +284,27 @@ class AfterDryRun:
                 f"{format_bytes(plan_bytes)}{beside}",
                 stacklevel=2,
             )
+            if worst.over_bytes == 0:
+                self._note(f"planned for {format_bytes(plan_bytes)}, as {told}")
             return True
         if error is not None:
             _add(error, f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}.")
         return False
+
+    def _told_of(self, worst: Overshoot, error: Exception | None, what: str = _DRY_RUN) -> str:
+        """What was taken that should not have been."""
+        peak = format_bytes(self.compiled.peak_bytes[Tier.DEVICE])
+        if worst.over_bytes == 0:
+            budget = format_bytes(self.compiled.plan.budgets[Tier.DEVICE])
+            reserved = format_bytes(self.compiled.measured_reserved_bytes or 0)
+            return (
+                f"torch's allocator reserved {reserved} in {what}, for tensors of {peak}, budget "
+                f"{budget}; {_NOT_IN_PIECES}"
+            )
+        return (
+            f"{what} took {peak} on the device, where {format_bytes(self._planned_bytes())} were "
+            "planned" + (", and ran out of it" if error else "")
+        )
 
     def _other_plans(self, worst: Overshoot) -> Sequence[tuple[int, Mapping[str, int]]]:
         """Device bytes and workspace of the plans to try next, the best first.
@@ -282,7 +314,7 @@ class AfterDryRun:
         nowhere, convolutions may have taken it alone: the next dry run tells.
         """
         planned_bytes = self._planned_bytes()
-        over_bytes = worst.over_bytes
+        over_bytes = worst.most_bytes
         least_bytes = int(LEAST_STEP * planned_bytes) if worst.ran_out else 0
         first_bytes = worst.first_bytes or over_bytes
         lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))

@@ -75,13 +75,20 @@ _ANEW = (
 class Overshoot:
     """By how much a dry run passed its plan: at its end, and where it first did.
 
-    `ran_out` says whether it came to no end, `beyond` what kernels took beside the plan, by op.
+    `ran_out` says whether it came to no end, `beyond` what kernels took beside the plan, by op,
+    `pieces_bytes` by how much more a card's allocator had reserved than the step may take.
     """
 
     over_bytes: int
     first_bytes: int
     ran_out: bool
     beyond: Mapping[str, int]
+    pieces_bytes: int = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """By how much it should be less."""
+        return max(self.over_bytes, self.pieces_bytes)
 
 
 @dataclass(frozen=True)
@@ -241,6 +248,7 @@ class Together:
             max(of_rank.first_bytes for of_rank in found),
             any(of_rank.ran_out for of_rank in found),
             {op: max(of_rank.beyond.get(op, 0) for of_rank in found) for op in ops},
+            max(of_rank.pieces_bytes for of_rank in found),
         )
 
     def told_of_failures(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -278,7 +278,7 @@ class Device(InFlight, Runtime, ABC):
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that an allocator had taken from a card since the step began; None without."""
+        """The most that a card's allocator had taken for the step since it began; None without."""
         return None
 
     @abstractmethod

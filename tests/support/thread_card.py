@@ -78,6 +78,9 @@ class ThreadCard:
         self.peak = 0  # what its allocator says
         # What first calls of kernels and libraries take beside that: to be tuned, and for good.
         self.tuning_bytes = self.kept_bytes = 0
+        # What its allocator has reserved beside tensors: of what is planned, and kept for later.
+        self.pieces_bytes: Callable[[], int] = lambda: 0
+        self.cached_bytes = 0
         self._steps = self.given_back = 0
         self.bound: set[int] = set()  # threads that work for the card
         self._random = random.Random(seed)
@@ -184,6 +187,7 @@ class ThreadCard:
 
     def give_back(self) -> None:
         self.given_back += 1
+        self.cached_bytes = 0
 
     def allocated_bytes(self) -> int:
         return self.kept_bytes if self._steps > 1 else 0
@@ -192,7 +196,7 @@ class ThreadCard:
         return self.peak + self.kept_bytes + (self.tuning_bytes if self._steps == 1 else 0)
 
     def reserved_peak_bytes(self) -> int:
-        return self.peak
+        return self.peak_bytes() + self.pieces_bytes() + self.cached_bytes
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

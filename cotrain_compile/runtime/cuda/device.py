@@ -110,6 +110,8 @@ class CudaDevice(Device):
         super().start_step(again=again)
         self._at_homes = []
         self._streams.start_step()
+        if again:
+            self._card.give_back()  # what is kept for nothing is not the step's
         self._card.start_step()
         if not again:
             self._before_bytes = self._card.allocated_bytes()
@@ -246,7 +248,7 @@ class CudaDevice(Device):
 
     @property
     def reserved_bytes(self) -> int | None:
-        return self._card.reserved_peak_bytes()
+        return self._card.reserved_peak_bytes() - self._others_bytes
 
     @property
     def compute_device(self) -> torch.device:

@@ -7,7 +7,7 @@ is compiled and, for another batch size, when it is called.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.dry_run import ROUNDS
 from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import HostMemoryError, OptionError, OutOfDeviceMemory
 from cotrain_compile.machine import Machine, Tier
@@ -39,7 +40,7 @@ from tests.graph.gradients.test_gradients_between_calls import (
     OnTheHost,
     gradients,
 )
-from tests.support.steps import CASES, OPTIMIZERS, all_tensors, cotrain, make_step, train
+from tests.support.steps import CASES, OPTIMIZERS, Run, all_tensors, cotrain, make_step, train
 from tests.support.thread_card import ThreadCard
 
 
@@ -211,6 +212,75 @@ def test_what_libraries_keep_after_their_first_call_counts(cuda: ThreadCuda) -> 
     cuda.card.kept_bytes = 96 << 20
     with pytest.raises(OutOfDeviceMemory, match=r"needs 96\.0 MiB on the device"):
         train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(memory_budget="1MiB"))
+
+
+@contextmanager
+def as_planned(cuda: ThreadCuda) -> Iterator[list[CompiledStep]]:
+    """The card has as much in tensors as was planned; what has had a dry run."""
+    dry_run, found = CompiledStep.dry_run, list[CompiledStep]()
+
+    def run(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
+        found.append(self)
+        dry_run(self, inputs, again=again)
+        planned = self.predicted.peak_bytes[Tier.DEVICE]
+        cuda.card.peak += planned - self.peak_bytes[Tier.DEVICE]
+
+    with mock.patch.object(CompiledStep, "dry_run", run):
+        yield found
+
+
+def mlp_in(budget: int) -> Run:
+    torch._dynamo.reset()
+    options = {"host_kernels": "captured", "memory_budget": budget}
+    return train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(**options))
+
+
+@pytest.fixture
+def whole_bytes(cuda: ThreadCuda, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the step takes that stays on the device."""
+    monkeypatch.setattr(device_module, "SLACK_BYTES", 0)
+    with as_planned(cuda) as plans:
+        mlp_in(1 << 30)
+    cuda.card.peak = 0
+    return plans[-1].predicted.peak_bytes[Tier.DEVICE]
+
+
+def test_memory_in_pieces_leads_to_a_plan_for_less(cuda: ThreadCuda, whole_bytes: int) -> None:
+    """What is reserved is within the budget then, and the plan says why it is for less."""
+    expected = train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(policy="resident"))
+    cuda.card.peak = 0
+    cuda.card.pieces_bytes = lambda: cuda.card.peak_bytes() // 5
+    with as_planned(cuda) as plans, pytest.warns(match="allocator reserved .* planned again for"):
+        found = mlp_in(whole_bytes)
+    first, last = plans[0], plans[-1]
+    assert plans[:2] == [first, first]  # without what the allocator keeps for later
+    assert last is not first
+    assert last.measured_reserved_bytes is not None
+    assert last.measured_reserved_bytes <= last.allowed_bytes == whole_bytes
+    assert any("as torch's allocator reserved" in note for note in last.plan.notes)
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+def test_pieces_that_no_plan_is_without_are_told_and_end_nothing(
+    cuda: ThreadCuda, whole_bytes: int
+) -> None:
+    cuda.card.pieces_bytes = lambda: whole_bytes
+    with as_planned(cuda) as plans:
+        mlp_in(whole_bytes)
+    assert len(set(plans)) <= 1 + ROUNDS
+    assert plans[-1].steps
+    assert "no plan for less was found" in plans[-1].plan.notes[-1]
+
+
+def test_what_the_allocator_keeps_of_before_is_not_the_steps(
+    cuda: ThreadCuda, whole_bytes: int
+) -> None:
+    cuda.card.cached_bytes = 1 << 30
+    with as_planned(cuda) as plans:
+        mlp_in(whole_bytes)
+    assert len(set(plans)) == 1
+    assert not any("reserved" in note for note in plans[-1].plan.notes)
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:
