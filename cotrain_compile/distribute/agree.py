@@ -33,6 +33,7 @@ from cotrain_compile.distribute.meet import (
 from cotrain_compile.distribute.ranks import (
     groups_apart,
     members_of,
+    ranks_that_run,
     signature_of_step,
     told_of_step,
 )
@@ -336,16 +337,16 @@ _of_steps: weakref.WeakKeyDictionary[CodeType, Together] = weakref.WeakKeyDictio
 
 
 def ranks_of(step: StepGraph, code: CodeType | None = None) -> Together:
-    """The ranks that exchange something in `step`: one group's, or all where there are several.
+    """The ranks that exchange something in `step`: one group's, or all that run it where there are
+    several groups.
 
     `code` is the user's function, by which `tell_of_refusal` finds them again.
     """
     names = {group_name_of(node) for node in step.nodes if is_collective(node)}
     if not names or not dist.is_initialized() or dist.get_backend() == "fake":
         return ALONE
-    world = tuple(range(dist.get_world_size()))
     groups = {members_of(name) for name in names}
-    ranks = groups.pop() if len(groups) == 1 else world
+    ranks = groups.pop() if len(groups) == 1 else ranks_that_run(code)
     if len(ranks) == 1:
         return ALONE
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a step"

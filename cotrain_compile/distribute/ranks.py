@@ -57,13 +57,19 @@ def count_of_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-# Functions whose ranks exchange what has to be exchanged before and after them.
-_exchange_outside: set[CodeType] = set()
+# Functions whose ranks exchange what has to be exchanged before and after them, with the ranks.
+_exchange_outside: dict[CodeType, tuple[int, ...]] = {}
 
 
-def note_exchanges_outside(code: CodeType) -> None:
-    """Ranks that run a function of this `code` train together, though it exchanges nothing."""
-    _exchange_outside.add(code)
+def note_exchanges_outside(code: CodeType, ranks: tuple[int, ...]) -> None:
+    """`ranks` run a function of this `code`; all train together, though it may exchange nothing."""
+    _exchange_outside[code] = ranks
+
+
+def ranks_that_run(code: CodeType | None) -> tuple[int, ...]:
+    """Those that run the function of this `code`: all, if nothing else is noted."""
+    noted = _exchange_outside.get(code) if code else None
+    return noted or tuple(range(dist.get_world_size()))
 
 
 # Functions whose ranks are meant to get batches of other sizes, and weigh their losses by them.

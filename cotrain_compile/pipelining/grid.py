@@ -84,6 +84,19 @@ class Grid:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.shard.get_group())
         return bool(found)
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """The ranks that work on each other's layers or experts of the same stages, this one too.
+
+        No others run the graphs of this rank's turns when it does, so no others agree on them.
+        """
+        own = self._layers_of(dist.get_rank())
+        return tuple(rank for rank in range(len(self._places)) if self._layers_of(rank) == own)
+
+    def _layers_of(self, rank: int) -> tuple[int, int]:
+        stage, replica, _ = self._places[rank]
+        return stage, replica // self._size(EXPERTS)
+
     def of_one_replica(self, numbers: Sequence[float]) -> list[float]:
         """Of the numbers of all ranks one for each stage: those of the first pipeline."""
         return [n for n, place in zip(numbers, self._places, strict=True) if place[1:] == (0, 0)]
@@ -141,10 +154,6 @@ def _refuse_other(mesh: DeviceMesh) -> None:
             f"and others of {', '.join(_KNOWN[1:])}, not {mesh}; "
             'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate")) has two '
             "stages, twice"
-        )
-    if all(name in names and mesh.size(names.index(name)) > 1 for name in (TENSOR, EXPERTS)):
-        raise DistributeError(
-            f"stages are not divided along both {TENSOR} and {EXPERTS} ({mesh}); take one of these"
         )
 
 

@@ -127,7 +127,9 @@ class Pipeline:
 
     def compiled_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """What updates the parameters of this rank, and sets gradients to zero."""
-        return compiled_update(optimizer, self.memory.of_update(), self._ranks.tell_of_update)
+        return compiled_update(
+            optimizer, self.memory.of_update(), self._grid.sharing, self._ranks.tell_of_update
+        )
 
     def _run(
         self,
@@ -306,6 +308,7 @@ def _made(
             part,
             loss_fn,
             1.0 / (plan.micro_batches * grid.summed),
+            grid.sharing,
             memory.of_forward(part),
             memory.of_backward(part),
             memory.bring(part) if gathered is None else gathered.bring(place),

@@ -28,8 +28,9 @@ LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 class Turns:
     """What a rank calls to run a stage; gradients are added up in `.grad`.
 
-    `share` is the part of a micro-batch in the loss of a step. `bring` is called before a turn,
-    with whether it has a backward, where the parameters are not on the device all the time.
+    `share` is the part of a micro-batch in the loss of a step, `ranks` are those that share the
+    layers of the stage. `bring` is called before a turn, with whether it has a backward, where the
+    parameters are not on the device all the time.
     """
 
     def __init__(
@@ -37,16 +38,17 @@ class Turns:
         part: StagePart,
         loss_fn: LossFunction,
         share: float,
+        ranks: tuple[int, ...],
         forward_options: Mapping[str, Any],
         backward_options: Mapping[str, Any],
         bring: Callable[[bool], None] | None = None,
     ) -> None:
         self.part = part
         self._bring = bring
-        self._forward = compiled(_forward_of(part), forward_options)
-        self._backward = compiled(_backward_of(part), backward_options)
-        self._whole = compiled(_whole_of(part, loss_fn, share), backward_options)
-        self._judged = compiled(_judged_of(part, loss_fn), forward_options)
+        self._forward = compiled(_forward_of(part), forward_options, ranks)
+        self._backward = compiled(_backward_of(part), backward_options, ranks)
+        self._whole = compiled(_whole_of(part, loss_fn, share), backward_options, ranks)
+        self._judged = compiled(_judged_of(part, loss_fn), forward_options, ranks)
 
     @property
     def is_last(self) -> bool:
@@ -127,6 +129,7 @@ class Turns:
 def compiled_update(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
+    ranks: tuple[int, ...],
     tell_failure: Callable[[Exception], None],
 ) -> Callable[[], None]:
     """A call that updates from the gradients, and leaves them zero.
@@ -137,7 +140,7 @@ def compiled_update(
     def step() -> None:
         optimizer.step()
 
-    planned = compiled(step, options)
+    planned = compiled(step, options, ranks)
 
     @functools.wraps(planned)
     def update() -> None:
@@ -151,15 +154,17 @@ def compiled_update(
     return update
 
 
-def compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` by this backend; what it exchanges with other ranks is not in its graph.
+def compiled(
+    function: Callable[..., Any], options: Mapping[str, Any], ranks: tuple[int, ...]
+) -> Callable[..., Any]:
+    """`function` by this backend, run by `ranks`; what stages exchange is not in its graph.
 
     Its code becomes its own: Dynamo keeps what it has compiled by code, and would let a stage run
     what was planned for another one of equal layers.
     """
     code = function.__code__
     function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_number)}")
-    note_exchanges_outside(function.__code__)
+    note_exchanges_outside(function.__code__, ranks)
     made: Callable[..., Any] = torch.compile(
         function, backend="cotrain", options=dict(options), dynamic=False
     )

@@ -95,13 +95,26 @@ class Block(nn.Module):
         return out
 
 
-class Language(nn.Module):
-    """A small language model."""
+class MixedBlock(Block):
+    """A block whose tokens go to experts after its MLP."""
 
-    def __init__(self, attends: bool, mixes: bool = False) -> None:
+    def __init__(self, attends: bool) -> None:
+        super().__init__(attends)
+        self.mixture = Mixture()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixture(super().forward(x))
+        return mixed
+
+
+class Language(nn.Module):
+    """A small language model, whose blocks are MLPs, or `mixes` experts, or have both."""
+
+    def __init__(self, attends: bool, mixes: bool = False, *, both: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Mixture() if mixes else Block(attends) for _ in range(2))
+        block: Callable[[bool], nn.Module] = MixedBlock if both else Block
+        self.blocks = nn.ModuleList(Mixture() if mixes else block(attends) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
@@ -185,7 +198,11 @@ class Trained:
 
 def model_of(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return llama() if case.split == "its own" else Language(case.attends, case.layout.experts > 1)
+    if case.split == "its own":
+        return llama()
+    mixes = case.layout.experts > 1
+    both = mixes and case.layout.tensor > 1
+    return Language(case.attends, mixes and not both, both=both)
 
 
 def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
@@ -216,12 +233,13 @@ def trained(rank: int, case: Case, fails: bool = False) -> Trained:
     layout = case.layout
     model = model_of(case, seed=rank)
     ids, target = samples_of(0, layout, layout.replica(rank))
+    names = "blocks.*.mixture.experts" if layout.tensor > 1 else "blocks.*.experts"
     options = {"quiet": True, "host_kernels": "captured", "policy": "greedy"}
     if case.budget is not None:
         options |= {"memory_budget": case.budget}
     scaled = cotrain_compile.scale(
         model, layout, loss_of, (ids,), target,
-        stages=case.stages, tensor_plan=SPLITS[case.split](), experts=["blocks.*.experts"],
+        stages=case.stages, tensor_plan=SPLITS[case.split](), experts=[names],
         options=options,
     )  # fmt: skip
     step = scaled.compiled_step(optimizer_of(case, scaled.parameters()), MAX_NORM)

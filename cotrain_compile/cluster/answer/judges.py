@@ -89,8 +89,15 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
     started = f"torchrun on {sharing.machines} + {sharing.helpers} machines, train.py"
     beside = f", devices_a_machine={each}" if each > 1 else ""
     run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers}{beside})"
+    if plan.beside_forward:
+        run += ", backwards within its ahead_of_forward(model, optimizers)"
     found = _data_parallel(question, name, plan, run)
-    setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
+    ahead = (
+        "; half of the exchange beside the next forward, without clipping"
+        if plan.beside_forward
+        else ""
+    )
+    setting = f"{found.setting}{ahead}; {sharing.helpers} CPU machines; {verdict.host}"
     # As often as gradients are exchanged: once a step, or where offloaded for each micro-batch.
     times = plan.sent_bytes / (2 * (plan.devices - 1) / plan.devices * profile.grad_bytes)
     traffic = {link: round(times * nbytes) for link, nbytes in cards.items()}

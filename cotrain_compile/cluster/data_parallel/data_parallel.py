@@ -24,10 +24,12 @@ from heapq import heapify, heapreplace
 from itertools import product
 from math import ceil
 
+from cotrain_compile.cluster.data_parallel.ahead import ahead_step
 from cotrain_compile.cluster.data_parallel.step import (
     Replicas,
     Sharding,
     data_parallel_step,
+    lanes_s,
     least_s,
     passes_s,
 )
@@ -75,13 +77,15 @@ class LayersAs:
 class DataParallelPlan:
     """How samples are shared by all devices of `cluster`, and what of a rank rests on its host.
 
-    Where they go `by_speed`, it has those of a micro-batch for each device.
+    Where they go `by_speed`, it has those of a micro-batch for each device. With `beside_forward`
+    half of an exchange goes on beside the next forward, where nothing rests on the host.
     """
 
     layers: LayersAs
     cluster: Cluster
     replicas: Replicas
     by_speed: tuple[int, ...] = ()
+    beside_forward: bool = False
 
     @property
     def devices(self) -> int:
@@ -93,6 +97,10 @@ class DataParallelPlan:
 
     @cached_property
     def step(self) -> StageStep:
+        return ahead_step(self.replicas) if self.beside_forward else self._plain_step
+
+    @cached_property
+    def _plain_step(self) -> StageStep:
         return data_parallel_step(self.replicas)
 
     @property
@@ -105,11 +113,16 @@ class DataParallelPlan:
     @property
     def passes_s(self) -> float:
         """What it takes at least with anything on the host."""
+        if self.beside_forward:
+            return self.least_s
         return passes_s(self.but(ON_DEVICE).replicas) * ROUNDING
 
     @cached_property
     def least_s(self) -> float:
         """What the step takes at least."""
+        if self.beside_forward:  # its exchanges have other sizes, and other latencies so
+            busy_s = lanes_s(self.replicas)
+            return max(busy_s[rank.lane] for rank in self.replicas.ranks) * ROUNDING
         return least_s(self.replicas) * ROUNDING
 
     @property
@@ -184,7 +197,7 @@ class DataParallelPlan:
     @property
     def sent_bytes(self) -> int:
         """What each device sends to the next."""
-        return ceil(sum(self.step.moved_bytes[does] for does in EXCHANGES))
+        return ceil(sum(self._plain_step.moved_bytes[does] for does in EXCHANGES))
 
     def but(self, residence: Residence) -> DataParallelPlan:
         """The same with so much on the host."""
@@ -203,6 +216,8 @@ class DataParallelPlan:
     def plans(self) -> list[DataParallelPlan]:
         """`fitting`, and where that needs the host, with one unit whole at once as well."""
         found = self.fitting()
+        if self.beside_forward:
+            return [plan for plan in found if plan.replicas.residence == ON_DEVICE]
         if [plan.replicas.residence for plan in found] != [ON_DEVICE]:
             found += self.one_at_a_time.fitting()
         return found
@@ -282,6 +297,8 @@ def _choices(
             for each, sharding, layers in product(sizes_of(ways, share), shardings, ways):
                 replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
                 yield DataParallelPlan(layers, part, replicas)
+                if sum_s:
+                    yield DataParallelPlan(layers, part, replicas, beside_forward=True)
         slowness = [profile.times_slower([kind]) for kind in part.kinds]
         if len(set(slowness)) > 1 and not sums_of:
             for batch, sharding, layers in product(sizes_of(ways, samples), shardings, ways):

@@ -95,8 +95,6 @@ class Layout:
         """What of it `cotrain_compile.scale` does not run yet, in words; "" where it runs all."""
         if self.experts > 1 and self.samples:
             return "experts with unequal samples"
-        if self.pipeline > 1 and self.tensor > 1 and self.experts > 1:
-            return "stages whose layers are divided over some ranks and experts over others"
         unequal = self.pipeline > 1 and self.samples
         return "replicas of a pipeline with unequal samples" if unequal else ""
 

@@ -84,7 +84,7 @@ def test_turns_of_equal_stages_are_compiled_apart() -> None:
     points = ("layers.0", "layers.1", "layers.2")
     found = visits(model, points, (X,))
     parts = [cut(model, points, found, stage) for stage in (1, 2)]
-    turns = [Turns(part, F.mse_loss, 1.0, {"quiet": True}, {"quiet": True}) for part in parts]
+    turns = [Turns(part, F.mse_loss, 1.0, (0,), {"quiet": True}, {"quiet": True}) for part in parts]
     for each in turns:
         each.forward(X, (X,))
     first, second = (cotrain_compile.inspect(each.functions[0]) for each in turns)

@@ -110,6 +110,7 @@ def test_a_shard_of_a_stage_is_gathered_and_scattered_once_a_step(four_ranks: Ra
     [
         Case(Layout(pipeline=2, shard=2, tensor=2), "mlp", stages=STAGES),
         Case(Layout(pipeline=2, shard=2, experts=2), stages=replace(STAGES, micro_batch=1)),
+        Case(Layout(pipeline=2, experts=2, tensor=2), "mlp", stages=STAGES),
     ],
     ids=lambda case: str(case.layout),
 )

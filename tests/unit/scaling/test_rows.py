@@ -62,10 +62,6 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
             "experts with unequal samples are planned and not executed yet",
         ),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
-        (
-            Layout(pipeline=2, tensor=2, experts=2),
-            "stages whose layers are divided over some ranks and experts over others are planned",
-        ),
         (Layout(2, 2, samples=(3, 1)), "replicas of a pipeline with unequal samples are planned"),
     ],
 )
