@@ -136,10 +136,15 @@ def host_update(result: Result) -> str:
 def simulated_vs_measured(result: Result) -> str:
     """How far predicted steps are off, and whether they rank plans."""
     records, told = result["records"], result["summary"]
+    pairs = list(combinations(records, 2))
+    alike = [(one, other) for one, other in pairs if one["model"] == other["model"]]
+    apart = [pair for pair in alike if _is_told_apart(*(r["measured_s"] for r in pair))]
     return (
         f"{len(records)} steps on the emulated device; times are off by "
         f"{percent(told['time_error_median'])} in the median, {percent(told['time_error_worst'])} "
-        f"at worst. Kendall's tau of predicted and measured times is {_tau(records):.2f}."
+        f"at worst. Kendall's tau of predicted and measured times is {_tau(pairs):.2f}; "
+        f"of plans for one model {_tau(alike):.2f}, and {_tau(apart):.2f} of the {len(apart)} "
+        f"pairs of {len(alike)} that measurements tell apart."
         f"{_beaten_by_rules(records)}\n"
     )
 
@@ -158,13 +163,21 @@ def processor_steps(result: Result) -> str:
     )
 
 
-def _tau(records: Sequence[Mapping[str, Any]]) -> float:
+def _is_told_apart(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether every run that counts of one was faster than every one of the other."""
+    return one["max"] < other["min"] or other["max"] < one["min"]
+
+
+def _tau(pairs: Iterable[tuple[Result, Result]]) -> float:
     """Pairs in the same order less those in the other, as a part of both (Kendall 1938).
 
     1 where no pair has an order in both.
     """
-    pairs = combinations([(r["predicted_s"], r["measured_s"]["median"]) for r in records], 2)
-    ways = [(p - q) * (m - n) for (p, m), (q, n) in pairs]
+    ways = [
+        (a["predicted_s"] - b["predicted_s"])
+        * (a["measured_s"]["median"] - b["measured_s"]["median"])
+        for a, b in pairs
+    ]
     same, other = sum(way > 0 for way in ways), sum(way < 0 for way in ways)
     return (same - other) / (same + other) if same + other else 1.0
 

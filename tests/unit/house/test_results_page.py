@@ -124,22 +124,44 @@ def test_a_peer_that_wins_is_told_with_its_factor() -> None:
     assert "torch fused 0.50 × to 0.50 ×" in tables.host_update_peers(peers(ours=2e-3, theirs=1e-3))
 
 
-def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
-    def record(plan: str, seconds: float, nbytes: int) -> dict[str, Any]:
-        return {
-            "model": "mlp",
-            "link": "1 GB/s",
-            "plan": plan,
-            "predicted_s": 1.0,
-            "measured_s": {"median": seconds},
-            "time_error": 0.0,
-            "predicted_peak_bytes": nbytes,
-            "measured_peak_bytes": nbytes,
-        }
+def simulated(
+    plan: str, seconds: float, nbytes: int = 0, predicted_s: float = 1.0, spread: float = 0.0
+) -> dict[str, Any]:
+    least, most = seconds - spread, seconds + spread
+    return {
+        "model": "mlp",
+        "link": "1 GB/s",
+        "plan": plan,
+        "predicted_s": predicted_s,
+        "measured_s": {"median": seconds, "min": least, "max": most},
+        "time_error": 0.0,
+        "predicted_peak_bytes": nbytes,
+        "measured_peak_bytes": nbytes,
+    }
 
+
+def of_simulated(*rows: dict[str, Any]) -> str:
     summary = {"time_error_median": 0.0, "time_error_worst": 0.0}
-    rows = [record("auto at 30%", 1.0, 100), record("coarse", 0.9, 100), record("fast", 0.5, 200)]
-    text = tables.simulated_vs_measured({"records": rows, "summary": summary})
+    return tables.simulated_vs_measured({"records": rows, "summary": summary})
+
+
+def test_pairs_within_the_spread_of_measurements_are_told_from_the_others() -> None:
+    text = of_simulated(
+        simulated("resident", 1.0, predicted_s=1.1, spread=0.1),
+        simulated("coarse", 1.1, predicted_s=1.0, spread=0.1),
+        simulated("streamed", 2.0, predicted_s=2.0, spread=0.1),
+        simulated("streamed", 3.0, predicted_s=3.0) | {"model": "larger"},
+    )
+    assert "times is 0.67; of plans for one model 0.33, and 1.00 of the 2 pairs of 3" in text
+
+
+def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
+    rows = [
+        simulated("auto at 30%", 1.0, 100),
+        simulated("coarse", 0.9, 100),
+        simulated("fast", 0.5, 200),
+    ]
+    text = of_simulated(*rows)
     assert "Faster than `auto` in no more memory: coarse for mlp, where" in text
 
 
