@@ -11,9 +11,10 @@ end, has no dry run again.
 On a card the first call of a kernel may take memory that no later one does: Inductor tunes with a
 buffer as large as the card's L2 cache, and with copies of what the kernel overwrites. So a
 dry run there that came to its end above what is allowed is done once more before it counts, with
-what the first has left on the card in tensors. What torch's allocator has reserved there counts as
-well, since other processes cannot have it: above what is allowed the step is planned again for
-less by as much, where that fits.
+what the first has left on the card in tensors. Where the budget is the user's, what torch's
+allocator has reserved there counts as well, since other processes cannot have it: above what is
+allowed the step is planned again for less by as much, where that fits. A default budget leaves room
+for it.
 
 A later step may run out of a card's memory, too: others take some, or what is free is in pieces.
 Where it has changed nothing it is planned and run dry again as the first, and run again with the
@@ -63,7 +64,8 @@ class AfterDryRun:
     `compile_within(device_bytes, inputs, workspace)` compiles it, planned for so much, None: for
     the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
     `replans` is false a dry run that fails is the end. `tell` is called with a step that took
-    more of the device than planned, when its plan's last note says so. The first call is inside
+    more of the device than planned, when its plan's last note says so. What an allocator reserves
+    beside tensors counts where `counts_reserved`. The first call is inside
     `shown()`. A process after this one finds the dry run where `settings`, with what else the
     step was compiled, have the same repr.
     """
@@ -78,12 +80,14 @@ class AfterDryRun:
         shown: Callable[[], AbstractContextManager[None]] = nullcontext,
         together: Together = ALONE,
         settings: object = None,
+        counts_reserved: bool = True,
     ) -> None:
         self._compile_within = compile_within
         self._tell = tell
         self._shown = shown
         self._together = together
         self._settings = settings
+        self._counts_reserved = counts_reserved
         self._rounds = ROUNDS if replans else 0
         # For all later steps. Other ranks would wait too long, also those of a pipeline's turns.
         is_alone = together is ALONE and count_of_ranks() == 1
@@ -205,7 +209,8 @@ class AfterDryRun:
 
     def _pieces_bytes(self) -> int:
         """By how much more was reserved on a card than the step may take."""
-        return max(0, (self.compiled.measured_reserved_bytes or 0) - self.compiled.allowed_bytes)
+        reserved_bytes = self.compiled.measured_reserved_bytes or 0
+        return max(0, reserved_bytes - self.compiled.allowed_bytes) if self._counts_reserved else 0
 
     def _note_surplus(self, peak_bytes: int) -> None:
         """Note in the plan what the dry run took of the device beyond it."""

@@ -176,6 +176,7 @@ def cotrain(
                 shown=partial(phase_line, origin.options, phase="first step"),
                 together=together,
                 settings=origin.options,
+                counts_reserved=origin.options.memory_budget is not None,
             )
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 

@@ -229,7 +229,7 @@ def as_planned(cuda: ThreadCuda) -> Iterator[list[CompiledStep]]:
         yield found
 
 
-def mlp_in(budget: int) -> Run:
+def mlp_in(budget: int | None) -> Run:
     torch._dynamo.reset()
     options = {"host_kernels": "captured", "memory_budget": budget}
     return train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(**options))
@@ -271,6 +271,15 @@ def test_pieces_that_no_plan_is_without_are_told_and_end_nothing(
     assert len(set(plans)) <= 1 + ROUNDS
     assert plans[-1].steps
     assert "no plan for less was found" in plans[-1].plan.notes[-1]
+
+
+@pytest.mark.usefixtures("whole_bytes")
+def test_a_default_budget_has_left_room_for_pieces(cuda: ThreadCuda) -> None:
+    cuda.card.pieces_bytes = lambda: 1 << 50
+    with as_planned(cuda) as plans:
+        mlp_in(None)
+    assert len(plans) == 1
+    assert not any("reserved" in note for note in plans[-1].plan.notes)
 
 
 def test_what_the_allocator_keeps_of_before_is_not_the_steps(
