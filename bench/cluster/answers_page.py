@@ -40,9 +40,6 @@ What the six have in common:
   are, and runs its layers again.
 - Cards of two kinds work together where the slower ones bring more than they cost; else the
   answer leaves them idle.
-
-Pipelines of models other than Llama 7B are by an earlier planner, which counts the last stage's
-forward a second time: up to 20 % too long.
 """
 
 

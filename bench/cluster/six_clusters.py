@@ -166,8 +166,7 @@ def table(result: Mapping[str, Any]) -> str:
         "best are those that fit, by their step as a multiple of its step; in brackets what does "
         "not fit, with what is missing where it is known. Where nothing fits, it says whether "
         "anything could. Why each loses, its setting and its traffic are in the JSON. Seconds to "
-        "solve are the processor's, of one thread. Pipelines of models other than Llama 7B are by "
-        "an earlier planner, up to 20 % too long."
+        "solve are the processor's, of one thread."
     )
     return "\n".join([*lines, "", told, ""])
 
