@@ -14,10 +14,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import remembered
@@ -56,13 +58,14 @@ def best_split(
         return climb(problem, settings, whole)
     began_s = time.perf_counter()
     found: list[Plan] = []
-    refusals: list[PlacementError] = []
-    try:
-        found.append(climb(problem, settings, whole))
-        if not can_gain(problem, settings, found[0]):
-            return found[0]
-    except PlacementError as refusal:
-        refusals.append(refusal)
+    refused: list[tuple[Splits, PlacementError]] = []
+    if not _is_too_large(problem):
+        try:
+            found.append(climb(problem, settings, whole))
+            if not can_gain(problem, settings, found[0]):
+                return found[0]
+        except PlacementError as refusal:
+            refused.append(({}, refusal))
     tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
     for splits in _with_a_last_resort(problem, candidates, found):
@@ -80,11 +83,11 @@ def best_split(
             plan = climb(parts, within, own)
             found.append(_told_apart(_with(plan, splits)))
         except PlacementError as refusal:
-            refusals.append(_told(problem, splits, refusal, refusals))
+            refused.append((splits, refusal))
     if not found:
-        raise min(
-            refusals, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes)
-        )
+        if _is_too_large(problem):
+            refused.insert(0, ({}, _refusal(partial(climb, problem, settings, whole))))
+        raise _least_of(problem, refused)
     best = min(found, key=lambda plan: plan.predicted.makespan_s)
     notes = (*best.notes, *_notes(problem, best, candidates))
     return replace(reported_together(best, found, lambda way, plan: way), notes=notes)
@@ -240,14 +243,38 @@ def _told_apart(plan: Plan) -> Plan:
     return replace(plan, placement=named, report=report)
 
 
+def _is_too_large(problem: Problem) -> bool:
+    """Whether no plan of the step as a whole fits: to say by how much takes far longer.
+
+    What is cast once may need less.
+    """
+    too_large = floor_bytes(problem) > problem.budgets[Tier.DEVICE]
+    return too_large and not has_recasts(problem.dataflow)
+
+
+def _refusal(climb: Callable[[], Plan]) -> PlacementError:
+    try:
+        climb()
+    except PlacementError as refusal:
+        return refusal
+    raise AssertionError("a plan with less memory than one of its ops takes")
+
+
+def _least_of(problem: Problem, refused: Sequence[tuple[Splits, PlacementError]]) -> PlacementError:
+    """The refusal that lacks least, that of the whole being the first."""
+    (_, whole), *in_parts = refused
+    told = [whole, *(_told(problem, splits, refusal, whole) for splits, refusal in in_parts)]
+    return min(told, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes))
+
+
 def _told(
-    problem: Problem, splits: Splits, refusal: PlacementError, before: Sequence[PlacementError]
+    problem: Problem, splits: Splits, refusal: PlacementError, whole: PlacementError
 ) -> PlacementError:
     """`refusal` of the step in parts, with what it needs as a whole."""
     regions = problem.dataflow.regions
-    if not before or before[0].tier is Tier.HOST or refusal.tier is Tier.HOST:
+    if Tier.HOST in (whole.tier, refusal.tier):
         return refusal
-    needs = problem.budgets[Tier.DEVICE] + before[0].shortfall_bytes
+    needs = problem.budgets[Tier.DEVICE] + whole.shortfall_bytes
     kinds = " and ".join(dict.fromkeys(r.kind for r in regions if r.name in splits))
     text = (
         f"with the {in_words(regions, splits)} {refusal}; with a whole {kinds} it needs "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +17,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.search import solve as searching
 from cotrain_compile.placement.search import split_variants
 from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes
@@ -101,6 +103,25 @@ def test_less_memory_than_whole_ops_need_is_enough_in_parts_and_the_plan_says_so
     assert any(note.startswith("the bound is about") for note in plan.notes)
     assert plan.report is not None
     assert all("+parts:" in way for way in plan.report.simulated_s)
+
+
+def test_what_the_whole_lacks_is_looked_for_only_where_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = problem_of(0.0)
+    with pytest.raises(PlacementError) as in_parts:
+        solve(free, SETTINGS)
+    refuse, refused = searching.refuse, list[int]()
+
+    def noted(problem: Problem, *others: Any, **more: Any) -> NoReturn:
+        refused.append(len(problem.dataflow.ops))
+        refuse(problem, *others, **more)
+
+    monkeypatch.setattr(searching, "refuse", noted)
+    enough = free.with_budget(Tier.DEVICE, in_parts.value.shortfall_bytes)
+    assert floor_bytes(enough) > enough.budgets[Tier.DEVICE]
+    assert solve(enough, SETTINGS).placement.splits
+    assert len(enough.dataflow.ops) not in refused
 
 
 def test_another_policy_splits_nothing() -> None:
