@@ -28,6 +28,7 @@ from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import Region
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -108,14 +109,14 @@ def _with_a_last_resort(
 def _needing_least(problem: Problem) -> Splits:
     """The parts of each kind of regions in which the largest op needs least."""
     chosen: dict[str, int] = {}
-    least = floor_bytes(problem)
+    least = floor_bytes(problem.dataflow)
     for of_kind in _by_kind(problem.dataflow):
         before = dict(chosen)
         for parts in PARTS:
             if any(region.length < parts for region in of_kind):
                 break
             splits = {**before, **{region.name: parts for region in of_kind}}
-            needs = floor_bytes(_in_parts(problem, splits))
+            needs = floor_bytes(split_regions(problem.dataflow, splits))
             if needs < least:
                 chosen, least = splits, needs
     return chosen
@@ -210,7 +211,7 @@ def _is_near(need: Sequence[int], least: Sequence[float], whole: Sequence[int]) 
 def _needs(problem: Problem) -> tuple[int, int]:
     """Bytes of the device where nothing moves, and where all does that can."""
     moves = moves_of(problem, resident(problem.dataflow))
-    return max(moves.slot_bytes), floor_bytes(problem)
+    return max(moves.slot_bytes), floor_bytes(problem.dataflow)
 
 
 def _least(problem: Problem, splits: Splits) -> int:
@@ -248,7 +249,7 @@ def _is_too_large(problem: Problem) -> bool:
 
     What is cast once may need less.
     """
-    too_large = floor_bytes(problem) > problem.budgets[Tier.DEVICE]
+    too_large = floor_bytes(problem.dataflow) > problem.budgets[Tier.DEVICE]
     return too_large and not has_recasts(problem.dataflow)
 
 

@@ -119,7 +119,7 @@ def test_what_the_whole_lacks_is_looked_for_only_where_nothing_fits(
 
     monkeypatch.setattr(searching, "refuse", noted)
     enough = free.with_budget(Tier.DEVICE, in_parts.value.shortfall_bytes)
-    assert floor_bytes(enough) > enough.budgets[Tier.DEVICE]
+    assert floor_bytes(enough.dataflow) > enough.budgets[Tier.DEVICE]
     assert solve(enough, SETTINGS).placement.splits
     assert len(enough.dataflow.ops) not in refused
 
@@ -168,7 +168,7 @@ def test_where_few_parts_have_no_plan_those_that_need_least_are_tried(
     free = problem_of(1.0)
     (region,) = free.dataflow.regions
     needs = {
-        parts: floor_bytes(free.splitting({region.name: parts}).as_its_own_step())
+        parts: floor_bytes(free.splitting({region.name: parts}).dataflow)
         for parts in split_variants.PARTS
         if parts <= region.length
     }
