@@ -60,7 +60,11 @@ def best_split(
     began_s = time.perf_counter()
     found: list[Plan] = []
     refused: list[tuple[Splits, PlacementError]] = []
-    if not _is_too_large(problem):
+    # To see that nothing fits is quick; what that lacks is said where no others fit either.
+    unsaid: list[tuple[Splits, Callable[[], Plan]]] = []
+    if _is_too_large(problem):
+        unsaid.append(({}, partial(climb, problem, settings, whole)))
+    else:
         try:
             found.append(climb(problem, settings, whole))
             if not can_gain(problem, settings, found[0]):
@@ -80,14 +84,16 @@ def best_split(
             work_limit=share * settings.work_limit,
             time_limit_s=max(share * settings.time_limit_s, left_s),
         )
+        if _is_too_large(parts):
+            unsaid.append((splits, partial(climb, parts, within, own)))
+            continue
         try:
             plan = climb(parts, within, own)
             found.append(_told_apart(_with(plan, splits)))
         except PlacementError as refusal:
             refused.append((splits, refusal))
     if not found:
-        if _is_too_large(problem):
-            refused.insert(0, ({}, _refusal(partial(climb, problem, settings, whole))))
+        refused += ((splits, _refusal(climb_on)) for splits, climb_on in unsaid)
         raise _least_of(problem, refused)
     best = min(found, key=lambda plan: plan.predicted.makespan_s)
     notes = (*best.notes, *_notes(problem, best, candidates))
@@ -245,9 +251,8 @@ def _told_apart(plan: Plan) -> Plan:
 
 
 def _is_too_large(problem: Problem) -> bool:
-    """Whether no plan of the step as a whole fits: to say by how much takes far longer.
-
-    What is cast once may need less.
+    """Whether no plan fits, by what one op touches. Of a step with recasts nothing is said: cast
+    once it may need less.
     """
     too_large = floor_bytes(problem.dataflow) > problem.budgets[Tier.DEVICE]
     return too_large and not has_recasts(problem.dataflow)
@@ -262,8 +267,9 @@ def _refusal(climb: Callable[[], Plan]) -> PlacementError:
 
 
 def _least_of(problem: Problem, refused: Sequence[tuple[Splits, PlacementError]]) -> PlacementError:
-    """The refusal that lacks least, that of the whole being the first."""
-    (_, whole), *in_parts = refused
+    """The refusal that lacks least, of the whole or in parts."""
+    whole = next(refusal for splits, refusal in refused if not splits)
+    in_parts = ((splits, refusal) for splits, refusal in refused if splits)
     told = [whole, *(_told(problem, splits, refusal, whole) for splits, refusal in in_parts)]
     return min(told, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes))
 

@@ -105,23 +105,24 @@ def test_less_memory_than_whole_ops_need_is_enough_in_parts_and_the_plan_says_so
     assert all("+parts:" in way for way in plan.report.simulated_s)
 
 
-def test_what_the_whole_lacks_is_looked_for_only_where_nothing_fits(
+def test_what_is_too_large_has_its_least_looked_for_only_where_nothing_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = problem_of(0.0)
     with pytest.raises(PlacementError) as in_parts:
         solve(free, SETTINGS)
-    refuse, refused = searching.refuse, list[int]()
+    refuse, refused = searching.refuse, list[Dataflow]()
 
     def noted(problem: Problem, *others: Any, **more: Any) -> NoReturn:
-        refused.append(len(problem.dataflow.ops))
+        refused.append(problem.dataflow)
         refuse(problem, *others, **more)
 
     monkeypatch.setattr(searching, "refuse", noted)
     enough = free.with_budget(Tier.DEVICE, in_parts.value.shortfall_bytes)
     assert floor_bytes(enough.dataflow) > enough.budgets[Tier.DEVICE]
     assert solve(enough, SETTINGS).placement.splits
-    assert len(enough.dataflow.ops) not in refused
+    budget = enough.budgets[Tier.DEVICE]
+    assert all(floor_bytes(dataflow) <= budget for dataflow in refused)
 
 
 def test_another_policy_splits_nothing() -> None:
