@@ -17,10 +17,9 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
-from cotrain_compile.placement.search import solve as searching
 from cotrain_compile.placement.search import split_variants
 from cotrain_compile.placement.search.from_whole import from_whole
-from cotrain_compile.placement.search.infeasible import floor_bytes
+from cotrain_compile.placement.search.infeasible import floor_bytes, refuse
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from cotrain_compile.regions import whole_name
@@ -111,13 +110,13 @@ def test_what_is_too_large_has_its_least_looked_for_only_where_nothing_fits(
     free = problem_of(0.0)
     with pytest.raises(PlacementError) as in_parts:
         solve(free, SETTINGS)
-    refuse, refused = searching.refuse, list[Dataflow]()
+    refused = list[Dataflow]()
 
     def noted(problem: Problem, *others: Any, **more: Any) -> NoReturn:
         refused.append(problem.dataflow)
         refuse(problem, *others, **more)
 
-    monkeypatch.setattr(searching, "refuse", noted)
+    monkeypatch.setattr("cotrain_compile.placement.search.solve.refuse", noted)
     enough = free.with_budget(Tier.DEVICE, in_parts.value.shortfall_bytes)
     assert floor_bytes(enough.dataflow) > enough.budgets[Tier.DEVICE]
     assert solve(enough, SETTINGS).placement.splits
