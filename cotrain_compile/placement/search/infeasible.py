@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -34,13 +34,12 @@ from cotrain_compile.plan import Placement
 from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
 
-def floor_bytes(problem: Problem) -> int:
+def floor_bytes(dataflow: Dataflow) -> int:
     """Device bytes that every plan needs: the most that one op touches which no plan offloads.
 
     Known without looking for a plan. `refuse` tells of as much or more: the least with everything
     offloaded that can be.
     """
-    dataflow = problem.dataflow
     copies = set(low_precision_copies(dataflow).values())
     on_host = {name for group in dataflow.updates for name in group.ops}
     on_host |= {op.name for op in dataflow.ops if copies.intersection(op.writes)}

@@ -14,16 +14,17 @@ gone meanwhile, and made twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cotrain_compile.dataflow import Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.alike import kinds_of
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
 from cotrain_compile.placement.schedule.schedule import Draft
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.cover import covered
@@ -40,8 +41,23 @@ ENDING = "+values"
 # What is so much slower is not tried again beside others.
 NEAR = 1.05
 
-# A kind of values, and whether they are made apart.
-_Tried = tuple[frozenset[str], bool]
+# What sets the ops of a step apart from those of another, in whatever names.
+_Shape = tuple[Hashable, ...]
+
+
+class _Step(NamedTuple):
+    """What a step takes, infinity where it does not fit, and the units of work to see that."""
+
+    seconds: float
+    units: float
+
+
+@dataclass
+class _Tried:
+    """The kinds that were refused, made apart or not, and all steps by their shape."""
+
+    refused: set[tuple[frozenset[str], bool]] = field(default_factory=set)
+    steps: dict[_Shape, _Step] = field(default_factory=dict)
 
 
 def make_more_again(attempts: Attempts) -> None:
@@ -54,15 +70,15 @@ def make_more_again(attempts: Attempts) -> None:
         return
     kinds = _Kinds(attempts.problem)
     attempts.meter.charge(PER_OP_OF_KINDS * len(kinds.dataflow.ops))
-    refused = set[_Tried]()
-    while _one_round(attempts, kinds, refused):
+    tried = _Tried()
+    while _one_round(attempts, kinds, tried):
         pass
 
 
-def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[_Tried]) -> bool:
+def _one_round(attempts: Attempts, kinds: _Kinds, tried: _Tried) -> bool:
     """Try each kind once, beside the fastest plan so far; returns whether any was faster.
 
-    But for those that were `refused` by far.
+    But for those that were refused by far, and for what makes a step that was `tried`.
     """
     before = fastest = attempts.found.fastest
     assert fastest is not None
@@ -70,38 +86,46 @@ def _one_round(attempts: Attempts, kinds: _Kinds, refused: set[_Tried]) -> bool:
     for kind, is_apart in kinds.to_try(fastest.placement, least_bytes):
         again = frozenset(fastest.placement.recomputed) | kinds.with_sources(kind)
         apart = frozenset(fastest.placement.recomputed_apart) | (kind if is_apart else frozenset())
-        if (kind, is_apart) in refused:
+        if (kind, is_apart) in tried.refused:
             continue
         if attempts.is_late:
             return False
-        found = _try(attempts, fastest, again, apart)
-        if found is None or found.step_s > NEAR * fastest.step_s:
-            refused.add((kind, is_apart))
-        elif found.step_s < (1.0 - GAIN) * fastest.step_s:
-            attempts.found.keep(found.placement.policy, found)
-            fastest = found
+        problem = _making(attempts.problem, again, apart)
+        shape, spent = kinds.shape(problem), attempts.meter.spent
+        if shape in tried.steps:  # as much work as the first time: a limit is for so many tries
+            attempts.meter.charge(tried.steps[shape].units)
+        else:
+            found = _try(attempts, fastest, problem)
+            seconds = found.step_s if found is not None else math.inf
+            tried.steps[shape] = _Step(seconds, attempts.meter.spent - spent)
+            if found is not None and seconds < (1.0 - GAIN) * fastest.step_s:
+                attempts.found.keep(found.placement.policy, found)
+                fastest = found
+        if tried.steps[shape].seconds > NEAR * fastest.step_s:
+            tried.refused.add((kind, is_apart))
     return fastest is not before
 
 
-def _try(
-    attempts: Attempts, fastest: Draft, again: frozenset[str], apart: frozenset[str]
-) -> Draft | None:
-    """`fastest` with all of `again` made again, some `apart`; None where that does not fit.
+def _making(problem: Problem, again: Collection[str], apart: Collection[str]) -> Problem:
+    """The step with all of `again` made again, some `apart`."""
+    names = tuple(b.name for b in problem.dataflow.buffers if b.name in again)
+    return problem.recomputing(names, tuple(each for each in names if each in apart))
+
+
+def _try(attempts: Attempts, fastest: Draft, problem: Problem) -> Draft | None:
+    """`fastest` for the step of `problem`, which makes more again; None where that does not fit.
 
     It is none of the variants: programs go on from the levels and cuts.
     """
     attempts.progress("trying more values made again")
-    names = tuple(b.name for b in attempts.problem.dataflow.buffers if b.name in again)
     name = fastest.placement.policy.removesuffix(ENDING) + ENDING
-    own = tuple(each for each in names if each in apart)
-    problem = attempts.problem.recomputing(names, own)
     buffer = problem.dataflow.buffer
     attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
     placement = replace(
         fastest.placement,
         policy=name,
-        recomputed=names,
-        recomputed_apart=own,
+        recomputed=problem.recomputed,
+        recomputed_apart=problem.apart,
         offloaded=tuple(each for each in fastest.placement.offloaded if each in buffer),
         refetched=(),
     )
@@ -130,6 +154,20 @@ class _Kinds:
             if buffer.name in self.may:
                 groups.setdefault(kinds[buffer.name], set()).add(buffer.name)
         self.groups = [frozenset(group) for group in groups.values()]
+
+    def shape(self, problem: Problem) -> _Shape:
+        """What sets the step of `problem` apart: which ops run again where, and on what.
+
+        Of values that nobody else needs again, those made apart differ in their names alone.
+        """
+        runs = recomputed_ops(self.dataflow, problem.recomputed, problem.apart)
+        number = {buffer.name: n for n, buffer in enumerate(problem.dataflow.buffers)}
+        written = set(map(id, self.dataflow.ops))
+        return tuple(
+            (at, runs.get(op.name, op.name), *map(number.__getitem__, (*op.reads, *op.writes)))
+            for at, op in enumerate(problem.dataflow.ops)
+            if id(op) not in written
+        )
 
     def _nbytes(self, names: Collection[str]) -> int:
         return sum(self.dataflow.buffer[name].nbytes for name in names)

@@ -123,7 +123,8 @@ class _Search(Attempts):
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
-        if policy in CERTIFIED and floor_bytes(self.problem) > self.problem.budgets[Tier.DEVICE]:
+        floor = floor_bytes(self.problem.dataflow) if policy in CERTIFIED else 0
+        if floor > self.problem.budgets[Tier.DEVICE]:
             self._refuse()
         # A bound in guessed seconds bounds nothing: the machine may be faster than that.
         is_bounded = policy in CERTIFIED and self.problem.machine.rates is not Rates.GUESSED

@@ -14,10 +14,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import remembered
@@ -26,6 +28,7 @@ from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import Region
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -56,13 +59,18 @@ def best_split(
         return climb(problem, settings, whole)
     began_s = time.perf_counter()
     found: list[Plan] = []
-    refusals: list[PlacementError] = []
-    try:
-        found.append(climb(problem, settings, whole))
-        if not can_gain(problem, settings, found[0]):
-            return found[0]
-    except PlacementError as refusal:
-        refusals.append(refusal)
+    refused: list[tuple[Splits, PlacementError]] = []
+    # To see that nothing fits is quick; what that lacks is said where no others fit either.
+    unsaid: list[tuple[Splits, Callable[[], Plan]]] = []
+    if _is_too_large(problem):
+        unsaid.append(({}, partial(climb, problem, settings, whole)))
+    else:
+        try:
+            found.append(climb(problem, settings, whole))
+            if not can_gain(problem, settings, found[0]):
+                return found[0]
+        except PlacementError as refusal:
+            refused.append(({}, refusal))
     tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
     for splits in _with_a_last_resort(problem, candidates, found):
@@ -76,15 +84,17 @@ def best_split(
             work_limit=share * settings.work_limit,
             time_limit_s=max(share * settings.time_limit_s, left_s),
         )
+        if _is_too_large(parts):
+            unsaid.append((splits, partial(climb, parts, within, own)))
+            continue
         try:
             plan = climb(parts, within, own)
             found.append(_told_apart(_with(plan, splits)))
         except PlacementError as refusal:
-            refusals.append(_told(problem, splits, refusal, refusals))
+            refused.append((splits, refusal))
     if not found:
-        raise min(
-            refusals, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes)
-        )
+        refused += ((splits, _refusal(climb_on)) for splits, climb_on in unsaid)
+        raise _least_of(problem, refused)
     best = min(found, key=lambda plan: plan.predicted.makespan_s)
     notes = (*best.notes, *_notes(problem, best, candidates))
     return replace(reported_together(best, found, lambda way, plan: way), notes=notes)
@@ -105,14 +115,14 @@ def _with_a_last_resort(
 def _needing_least(problem: Problem) -> Splits:
     """The parts of each kind of regions in which the largest op needs least."""
     chosen: dict[str, int] = {}
-    least = floor_bytes(problem)
+    least = floor_bytes(problem.dataflow)
     for of_kind in _by_kind(problem.dataflow):
         before = dict(chosen)
         for parts in PARTS:
             if any(region.length < parts for region in of_kind):
                 break
             splits = {**before, **{region.name: parts for region in of_kind}}
-            needs = floor_bytes(_in_parts(problem, splits))
+            needs = floor_bytes(split_regions(problem.dataflow, splits))
             if needs < least:
                 chosen, least = splits, needs
     return chosen
@@ -207,7 +217,7 @@ def _is_near(need: Sequence[int], least: Sequence[float], whole: Sequence[int]) 
 def _needs(problem: Problem) -> tuple[int, int]:
     """Bytes of the device where nothing moves, and where all does that can."""
     moves = moves_of(problem, resident(problem.dataflow))
-    return max(moves.slot_bytes), floor_bytes(problem)
+    return max(moves.slot_bytes), floor_bytes(problem.dataflow)
 
 
 def _least(problem: Problem, splits: Splits) -> int:
@@ -240,14 +250,38 @@ def _told_apart(plan: Plan) -> Plan:
     return replace(plan, placement=named, report=report)
 
 
+def _is_too_large(problem: Problem) -> bool:
+    """Whether no plan fits, by what one op touches. Of a step with recasts nothing is said: cast
+    once it may need less.
+    """
+    too_large = floor_bytes(problem.dataflow) > problem.budgets[Tier.DEVICE]
+    return too_large and not has_recasts(problem.dataflow)
+
+
+def _refusal(climb: Callable[[], Plan]) -> PlacementError:
+    try:
+        climb()
+    except PlacementError as refusal:
+        return refusal
+    raise AssertionError("a plan with less memory than one of its ops takes")
+
+
+def _least_of(problem: Problem, refused: Sequence[tuple[Splits, PlacementError]]) -> PlacementError:
+    """The refusal that lacks least, of the whole or in parts."""
+    whole = next(refusal for splits, refusal in refused if not splits)
+    in_parts = ((splits, refusal) for splits, refusal in refused if splits)
+    told = [whole, *(_told(problem, splits, refusal, whole) for splits, refusal in in_parts)]
+    return min(told, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes))
+
+
 def _told(
-    problem: Problem, splits: Splits, refusal: PlacementError, before: Sequence[PlacementError]
+    problem: Problem, splits: Splits, refusal: PlacementError, whole: PlacementError
 ) -> PlacementError:
     """`refusal` of the step in parts, with what it needs as a whole."""
     regions = problem.dataflow.regions
-    if not before or before[0].tier is Tier.HOST or refusal.tier is Tier.HOST:
+    if Tier.HOST in (whole.tier, refusal.tier):
         return refusal
-    needs = problem.budgets[Tier.DEVICE] + before[0].shortfall_bytes
+    needs = problem.budgets[Tier.DEVICE] + whole.shortfall_bytes
     kinds = " and ".join(dict.fromkeys(r.kind for r in regions if r.name in splits))
     text = (
         f"with the {in_words(regions, splits)} {refusal}; with a whole {kinds} it needs "

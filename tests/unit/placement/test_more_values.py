@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.alike import kinds_of
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
-from cotrain_compile.placement.schedule.schedule import finished
+from cotrain_compile.placement.schedule.schedule import Draft, finished
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.plan import Placement
 from cotrain_compile.viz.kinds import kinds_of as kinds
 from tests.support.nets import MIB
 from tests.support.random_problems import PLENTY
@@ -137,6 +141,31 @@ def test_what_a_value_is_made_of_is_made_twice_where_it_is_in_the_way_between() 
     assert {
         name for name in again if name in kinds(plan, {"add": Phase.FORWARD, "mul": Phase.FORWARD})
     } == {*again}
+
+
+def test_steps_that_differ_in_names_alone_are_scheduled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What `v` is made of is there already where `v` is made again, also apart.
+    whole = needed_later()
+    dot, *between, last = whole.ops[4:]
+    first = replace(dot, reads=("u", "out"))
+    ops = (*whole.ops[:4], first, *between, replace(last, reads=("v", "h")))
+    problem = formulate(replace(whole, ops=ops), with_link(SLOW), dict.fromkeys(MEMORIES, PLENTY))
+    problem = problem.with_budget(Tier.DEVICE, 9 * MIB)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts.try_cover(attempts.step)
+    attempts.covers = True
+    drafted, scheduled = attempts.drafted, list[Placement]()
+
+    def noted(problem: Problem, placement: Placement, *others: Any) -> Draft:
+        scheduled.append(placement)
+        return drafted(problem, placement, *others)
+
+    monkeypatch.setattr(attempts, "drafted", noted)
+    make_more_again(attempts)
+    assert [each for each in scheduled if each.recomputed == ("u", "v")]
+    assert not [each for each in scheduled if each.recomputed_apart]
 
 
 def test_nothing_is_made_again_where_its_way_is_short_or_covers_do_not_lead() -> None:

@@ -67,7 +67,7 @@ def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:
 @examples(8)
 def test_no_plan_gets_by_with_less_than_one_op_touches(problem: Problem) -> None:
     """On the least budget that is told, where a plan is found in it, and on more."""
-    least, floor = least_bytes(problem), floor_bytes(problem)
+    least, floor = least_bytes(problem), floor_bytes(problem.dataflow)
     assert 0 < floor <= least
     for budget in (least, least + (resident_bytes(problem) - least) // 8):
         with suppress(PlanError):
@@ -79,7 +79,7 @@ def test_no_plan_gets_by_with_less_than_one_op_touches(problem: Problem) -> None
 def test_less_than_one_op_touches_is_refused_before_a_plan_is_looked_for(policy: str) -> None:
     problem = problem_of(STEPS["tied"])
     told: list[str] = []
-    little = with_budget(problem, floor_bytes(problem) - 1)
+    little = with_budget(problem, floor_bytes(problem.dataflow) - 1)
     with pytest.raises(PlacementError, match="the step needs at least"):
         solve(little, SolveSettings(policy), progress=told.append)
     of_levels = ["looking for what can be recomputed"] if policy == "auto" else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,7 +19,7 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search import split_variants
 from cotrain_compile.placement.search.from_whole import from_whole
-from cotrain_compile.placement.search.infeasible import floor_bytes
+from cotrain_compile.placement.search.infeasible import floor_bytes, refuse
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from cotrain_compile.regions import whole_name
@@ -103,6 +104,26 @@ def test_less_memory_than_whole_ops_need_is_enough_in_parts_and_the_plan_says_so
     assert all("+parts:" in way for way in plan.report.simulated_s)
 
 
+def test_what_is_too_large_has_its_least_looked_for_only_where_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = problem_of(0.0)
+    with pytest.raises(PlacementError) as in_parts:
+        solve(free, SETTINGS)
+    refused = list[Dataflow]()
+
+    def noted(problem: Problem, *others: Any, **more: Any) -> NoReturn:
+        refused.append(problem.dataflow)
+        refuse(problem, *others, **more)
+
+    monkeypatch.setattr("cotrain_compile.placement.search.solve.refuse", noted)
+    enough = free.with_budget(Tier.DEVICE, in_parts.value.shortfall_bytes)
+    assert floor_bytes(enough.dataflow) > enough.budgets[Tier.DEVICE]
+    assert solve(enough, SETTINGS).placement.splits
+    budget = enough.budgets[Tier.DEVICE]
+    assert all(floor_bytes(dataflow) <= budget for dataflow in refused)
+
+
 def test_another_policy_splits_nothing() -> None:
     with pytest.raises(PlacementError):
         solve(problem_of(0.3), replace(SETTINGS, policy="resident"))
@@ -147,7 +168,7 @@ def test_where_few_parts_have_no_plan_those_that_need_least_are_tried(
     free = problem_of(1.0)
     (region,) = free.dataflow.regions
     needs = {
-        parts: floor_bytes(free.splitting({region.name: parts}).as_its_own_step())
+        parts: floor_bytes(free.splitting({region.name: parts}).dataflow)
         for parts in split_variants.PARTS
         if parts <= region.length
     }
