@@ -21,6 +21,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
+# Otherwise each worker and process of the tests compiles the package and its tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: published tried test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores, and one process more: ranks and processes wait for one another.

@@ -51,7 +51,8 @@ def is_short(policy: str, case: str, optimizer: str) -> bool:
         return False
     if case == "mlp":
         return optimizer in ("adamw", "adagrad", "muon")
-    return optimizer == "adamw" and case not in SLOW
+    # Convolutions are those of "fraction:0.5".
+    return optimizer == "adamw" and case not in (*SLOW, "conv")
 
 
 def combinations(policies: tuple[str, ...]) -> list[ParameterSet]:

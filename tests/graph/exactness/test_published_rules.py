@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from cotrain_compile.placement.published import PUBLISHED
 from tests.support.steps import check_peak, cotrain
 
 
+@functools.cache
 def train(policy: str, dtype: torch.dtype, *, mixed: bool) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -36,8 +39,18 @@ def train(policy: str, dtype: torch.dtype, *, mixed: bool) -> tuple[list[Tensor]
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("policy", PUBLISHED)
-@pytest.mark.parametrize(("dtype", "mixed"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("policy", "dtype", "mixed"),
+    [
+        *((policy, torch.float32, True) for policy in PUBLISHED),
+        ("zero-infinity", torch.bfloat16, False),
+        *(
+            pytest.param(policy, torch.bfloat16, False, marks=pytest.mark.long)
+            for policy in PUBLISHED
+            if policy != "zero-infinity"
+        ),
+    ],
+)
 def test_they_train_as_with_everything_on_the_device(
     policy: str, dtype: torch.dtype, mixed: bool
 ) -> None:
