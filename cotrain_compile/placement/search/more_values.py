@@ -17,7 +17,6 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from cotrain_compile.dataflow import Op, Phase
 from cotrain_compile.errors import PlacementError
@@ -45,19 +44,15 @@ NEAR = 1.05
 _Shape = tuple[Hashable, ...]
 
 
-class _Step(NamedTuple):
-    """What a step takes, infinity where it does not fit, and the units of work to see that."""
-
-    seconds: float
-    units: float
-
-
 @dataclass
 class _Tried:
-    """The kinds that were refused, made apart or not, and all steps by their shape."""
+    """The kinds that were refused, made apart or not, and the seconds of all steps by their shape.
+
+    Those are infinite where the step does not fit.
+    """
 
     refused: set[tuple[frozenset[str], bool]] = field(default_factory=set)
-    steps: dict[_Shape, _Step] = field(default_factory=dict)
+    seconds: dict[_Shape, float] = field(default_factory=dict)
 
 
 def make_more_again(attempts: Attempts) -> None:
@@ -91,17 +86,14 @@ def _one_round(attempts: Attempts, kinds: _Kinds, tried: _Tried) -> bool:
         if attempts.is_late:
             return False
         problem = _making(attempts.problem, again, apart)
-        shape, spent = kinds.shape(problem), attempts.meter.spent
-        if shape in tried.steps:  # as much work as the first time: a limit is for so many tries
-            attempts.meter.charge(tried.steps[shape].units)
-        else:
+        shape = kinds.shape(problem)
+        if shape not in tried.seconds:
             found = _try(attempts, fastest, problem)
-            seconds = found.step_s if found is not None else math.inf
-            tried.steps[shape] = _Step(seconds, attempts.meter.spent - spent)
-            if found is not None and seconds < (1.0 - GAIN) * fastest.step_s:
+            tried.seconds[shape] = found.step_s if found is not None else math.inf
+            if found is not None and found.step_s < (1.0 - GAIN) * fastest.step_s:
                 attempts.found.keep(found.placement.policy, found)
                 fastest = found
-        if tried.steps[shape].seconds > NEAR * fastest.step_s:
+        if tried.seconds[shape] > NEAR * fastest.step_s:
             tried.refused.add((kind, is_apart))
     return fastest is not before
 
