@@ -19,6 +19,17 @@ from torch import fx
 
 from cotrain_compile.capture.nodes.storages import is_view, traced_again
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.dataflow.regions import (
+    Collected,
+    Ends,
+    collect_name,
+    counts_name,
+    ends_name,
+    part_name,
+    part_rows,
+    shifted_name,
+    sum_name,
+)
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.extract.regions.find import (
@@ -32,17 +43,6 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
 from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, GIVEN, base_of
 from cotrain_compile.plan import Plan
-from cotrain_compile.regions import (
-    Collected,
-    Ends,
-    collect_name,
-    counts_name,
-    ends_name,
-    part_name,
-    part_rows,
-    shifted_name,
-    sum_name,
-)
 
 aten = torch.ops.aten
 _SHAPED = frozenset(

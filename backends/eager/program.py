@@ -29,7 +29,8 @@ from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.graph.collectives import is_collective, is_wait, kind_of, stand_in
 from cotrain_compile.graph.user_lines import user_line
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Lane, Span, Timeline, exchange_of
+from cotrain_compile.plan import Lane
+from cotrain_compile.plan.timeline import Span, Timeline, exchange_of
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Runtime, current_runtime

@@ -35,7 +35,8 @@ from cotrain_compile.graph.random_ops import generators_in
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import PlannedStep
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
+from cotrain_compile.plan import Plan
+from cotrain_compile.plan.timeline import STEP_BEGINS, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import in_dry_run

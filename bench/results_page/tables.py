@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from cotrain_compile.on_disk import ROOMS
+from cotrain_compile.plan.on_disk import ROOMS
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 Result = Mapping[str, Any]

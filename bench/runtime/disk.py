@@ -34,10 +34,10 @@ import cotrain_compile
 from bench.report import write_report
 from bench.runtime.deepspeed_swap import SETTINGS, Swapper, async_io
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import PIECE_BYTES, update_room_bytes
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane, Plan, Timeline
+from cotrain_compile.plan.on_disk import PIECE_BYTES, update_room_bytes
 from cotrain_compile.runtime.calibrate.disk_bench import measured_disk
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of

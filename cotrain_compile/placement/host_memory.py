@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import assert_never
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, UpdateGroup
-from cotrain_compile.guesses import second_bytes
+from cotrain_compile.dataflow.guesses import second_bytes
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.remembered import Same, once, remembered
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum
 from cotrain_compile.plan import HostRegion, Placement, Task, Transfer, carried_out
+from cotrain_compile.plan.on_disk import room_bytes
 
 
 def host_bytes(

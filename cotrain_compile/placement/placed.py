@@ -14,7 +14,6 @@ from functools import cached_property
 from cotrain_compile.analysis.held import held_bytes, holding
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import disk_bytes
 from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.host_memory import host_bytes
 from cotrain_compile.placement.op_order import Instance
@@ -30,6 +29,7 @@ from cotrain_compile.placement.residency import (
 )
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task
+from cotrain_compile.plan.on_disk import disk_bytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from cotrain_compile.analysis.costs import CostTable, fuses, roofline, with_measured
 from cotrain_compile.analysis.held import held_bytes, holding
 from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.dataflow.guesses import second_bytes
+from cotrain_compile.dataflow.regions import part_name
 from cotrain_compile.errors import OptionError
-from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.order.by_layer import in_packs
@@ -17,7 +18,6 @@ from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, p
 from cotrain_compile.placement.recompute.rewrite import is_again, recomputed, recomputed_ops
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement
-from cotrain_compile.regions import part_name
 
 # 2: its machine is one of any number of spaces, processors and links.
 FORMAT_VERSION = 2

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
-from cotrain_compile.machine.op_classes import OpKind
-from cotrain_compile.placement.remembered import remembered
-from cotrain_compile.regions import (
+from cotrain_compile.dataflow.regions import (
     Collected,
     Counted,
     Ends,
@@ -30,6 +28,8 @@ from cotrain_compile.regions import (
     shifted_name,
     sum_name,
 )
+from cotrain_compile.machine.op_classes import OpKind
+from cotrain_compile.placement.remembered import remembered
 
 ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
 ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"

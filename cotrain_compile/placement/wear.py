@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import resting, whole_blocks
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer, UpdateMode
+from cotrain_compile.plan.on_disk import resting, whole_blocks
 
 _DAY_S = 86400.0
 _TB = 1e12

@@ -17,7 +17,8 @@ from functools import cached_property
 from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
-from cotrain_compile.plan import HostRegion, Plan, Task, Transfer, exchange_of
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+from cotrain_compile.plan.timeline import exchange_of
 
 # What belongs to no layer: scalars, clipping.
 REST = "rest"

@@ -16,7 +16,7 @@ from typing import Any
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import write_whole
-from cotrain_compile.plan import STEP_BEGINS
+from cotrain_compile.plan.timeline import STEP_BEGINS
 from cotrain_compile.viz.specification import Bar, Panel, Specification
 
 Event = dict[str, Any]

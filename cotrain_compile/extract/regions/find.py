@@ -17,6 +17,7 @@ from torch import fx
 
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.dataflow.regions import Collected, Counted, Ends, Region, RegionOp, Window
 from cotrain_compile.extract.op_bytes import nbytes_of
 from cotrain_compile.extract.regions.calls import shape_of
 from cotrain_compile.extract.regions.dispatch import around_mask, masks
@@ -40,7 +41,6 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.graph.op_calls import arguments_of
 from cotrain_compile.graph.random_ops import generators_of
-from cotrain_compile.regions import Collected, Counted, Ends, Region, RegionOp, Window
 
 aten = torch.ops.aten
 _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})

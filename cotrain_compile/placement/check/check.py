@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.dataflow.regions import Region
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import casts_once
@@ -26,7 +27,6 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.regions import Region
 
 
 def check_ordered(step: Dataflow, ordered: Dataflow) -> None:

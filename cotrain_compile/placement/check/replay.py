@@ -20,7 +20,6 @@ from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Op
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import disk_bytes, room_bytes
 from cotrain_compile.placement.check.copies import (
     Actor,
     Copy,
@@ -34,6 +33,7 @@ from cotrain_compile.placement.check.copies import (
 )
 from cotrain_compile.placement.check.rules import require
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+from cotrain_compile.plan.on_disk import disk_bytes, room_bytes
 
 
 @dataclass(frozen=True)

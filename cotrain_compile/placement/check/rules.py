@@ -22,16 +22,16 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
+from cotrain_compile.dataflow.guesses import guesses_of
 from cotrain_compile.errors import PlanError
-from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import (
+from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
+from cotrain_compile.plan.on_disk import (
     gradients_may_rest,
     may_rest_on_disk,
     value_may_rest,
     weight_may_rest,
 )
-from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
 _HOMES = {

@@ -15,13 +15,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
-from cotrain_compile.guesses import guesses_of, second_bytes
-from cotrain_compile.on_disk import (
-    gradients_may_rest,
-    may_rest_on_disk,
-    value_may_rest,
-    weight_may_rest,
-)
+from cotrain_compile.dataflow.guesses import guesses_of, second_bytes
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
@@ -38,6 +32,12 @@ from cotrain_compile.placement.residency import (
     written_before,
 )
 from cotrain_compile.placement.schedule.hoisted_updates import update_needs
+from cotrain_compile.plan.on_disk import (
+    gradients_may_rest,
+    may_rest_on_disk,
+    value_may_rest,
+    weight_may_rest,
+)
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import gradients_may_rest, may_rest_on_disk, weight_may_rest
 from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.effects import (
     Demand,
@@ -28,6 +27,7 @@ from cotrain_compile.placement.decisions.effects import (
 )
 from cotrain_compile.placement.policies import SMALL_STATE_BYTES
 from cotrain_compile.plan import Placement, UpdateMode
+from cotrain_compile.plan.on_disk import gradients_may_rest, may_rest_on_disk, weight_may_rest
 
 _MODES = {
     UpdateMode.RESIDENT: "on the device",

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import most_room_bytes
 from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, UpdateEffect
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import MIB, Model, in_mib
 from cotrain_compile.plan import Lane
+from cotrain_compile.plan.on_disk import most_room_bytes
 
 
 def add_device_memory(

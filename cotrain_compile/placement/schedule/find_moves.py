@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, UpdateGroup
-from cotrain_compile.guesses import guesses_of
+from cotrain_compile.dataflow.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.op_order import Instance
 from cotrain_compile.placement.placed import PlacedStep, place

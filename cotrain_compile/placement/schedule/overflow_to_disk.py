@@ -16,18 +16,18 @@ import numpy as np
 
 from cotrain_compile.dataflow import Role, UpdateGroup
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import (
+from cotrain_compile.placement.host_memory import left_on_host
+from cotrain_compile.placement.op_order import Instance
+from cotrain_compile.placement.placed import PlacedStep
+from cotrain_compile.placement.residency import IntervalSum
+from cotrain_compile.plan import HostRegion, UpdateMode
+from cotrain_compile.plan.on_disk import (
     gradients_may_rest,
     may_rest_on_disk,
     value_may_rest,
     weight_may_rest,
     whole_blocks,
 )
-from cotrain_compile.placement.host_memory import left_on_host
-from cotrain_compile.placement.op_order import Instance
-from cotrain_compile.placement.placed import PlacedStep
-from cotrain_compile.placement.residency import IntervalSum
-from cotrain_compile.plan import HostRegion, UpdateMode
 
 # Rooms depend on what passes through them: after so many looks the host has room, or never will.
 LOOKS = 5

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow.regions import whole_name
 from cotrain_compile.placement.recompute.levels import StepLevel
-from cotrain_compile.regions import whole_name
 
 # A value of a layer with a smaller share of the layer's bytes is none to cut its replay in.
 TELLING = 0.02

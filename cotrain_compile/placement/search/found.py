@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from cotrain_compile.dataflow.guesses import guesses_of
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cotrain_compile.dataflow.regions import whole_name
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
@@ -16,7 +17,6 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.plan import Plan
-from cotrain_compile.regions import whole_name
 
 
 def from_whole(problem: Problem, whole: Plan) -> Plan | None:

@@ -10,7 +10,7 @@ from math import isfinite
 
 from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.guesses import guesses_of, second_bytes
+from cotrain_compile.dataflow.guesses import guesses_of, second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.milp.solvers import Solution, pick

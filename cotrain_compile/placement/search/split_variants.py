@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow.regions import Region
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import has_recasts
@@ -30,7 +31,6 @@ from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
-from cotrain_compile.regions import Region
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 # How to plan a problem with so much work and plans of the same step for smaller budgets.

@@ -18,7 +18,6 @@ from typing import Any, assert_never
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Contention, Machine, Tier
-from cotrain_compile.on_disk import PIECE_BYTES, THREADS, read_for_update, resting
 from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
@@ -33,13 +32,12 @@ from cotrain_compile.placement.simulate.engine import (
 from cotrain_compile.plan import (
     HostRegion,
     Lane,
-    Span,
     Task,
-    Timeline,
     Transfer,
     carried_out,
-    exchange_of,
 )
+from cotrain_compile.plan.on_disk import PIECE_BYTES, THREADS, read_for_update, resting
+from cotrain_compile.plan.timeline import Span, Timeline, exchange_of
 
 # In how many parts an update goes at most.
 PARTS = 4

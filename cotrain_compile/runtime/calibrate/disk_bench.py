@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cotrain_compile.machine import Disk
-from cotrain_compile.on_disk import BLOCK_BYTES, PIECE_BYTES, THREADS
+from cotrain_compile.plan.on_disk import BLOCK_BYTES, PIECE_BYTES, THREADS
 from cotrain_compile.runtime.disk.state_files import StateFile
 
 Call = Callable[[StateFile, memoryview, int], None]

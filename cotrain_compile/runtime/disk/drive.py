@@ -10,13 +10,13 @@ import torch
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import (
+from cotrain_compile.plan import Plan
+from cotrain_compile.plan.on_disk import (
     PIECE_BYTES,
     read_room_bytes,
     update_room_bytes,
     write_room_bytes,
 )
-from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.disk.resting_kernel import RestingKernel
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import (

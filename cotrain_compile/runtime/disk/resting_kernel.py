@@ -16,8 +16,8 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import PIECE_BYTES
 from cotrain_compile.plan import Placement
+from cotrain_compile.plan.on_disk import PIECE_BYTES
 from cotrain_compile.runtime.course import Course
 from cotrain_compile.runtime.disk.rooms import Passing, Room, Rooms
 from cotrain_compile.runtime.disk.state_files import file_of

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from cotrain_compile.on_disk import PIECE_BYTES, ROOMS, THREADS, whole_blocks
+from cotrain_compile.plan.on_disk import PIECE_BYTES, ROOMS, THREADS, whole_blocks
 from cotrain_compile.runtime.disk.state_files import StateFile
 
 # What pins memory, and what undoes that before it is unmapped.

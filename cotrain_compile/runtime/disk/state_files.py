@@ -22,7 +22,7 @@ import torch
 
 from cotrain_compile.capture.state.untouched import is_untouched_zero
 from cotrain_compile.errors import DiskError
-from cotrain_compile.on_disk import BLOCK_BYTES, whole_blocks
+from cotrain_compile.plan.on_disk import BLOCK_BYTES, whole_blocks
 from cotrain_compile.support.units import format_bytes
 
 # Where a file system has no files without a name.

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import cotrain_compile
 from cotrain_compile.errors import CotrainError, PlanError
-from cotrain_compile.plan import STEP_BEGINS, Lane
+from cotrain_compile.plan import Lane
+from cotrain_compile.plan.timeline import STEP_BEGINS
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.specification import specify

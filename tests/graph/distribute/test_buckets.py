@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cotrain_compile.capture.aten.bucket_exchanges import SMALL_BYTES
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.entry.tracing import trace
-from cotrain_compile.plan import Lane, exchange_of
+from cotrain_compile.plan import Lane
+from cotrain_compile.plan.timeline import exchange_of
 from tests.support.bucketed_ranks import Left, one_by_one_and_in_buckets
 from tests.support.ranks import Ranks
 

@@ -17,6 +17,7 @@ from cotrain_compile.backends.inductor import lower as lowering
 from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Op, Role
+from cotrain_compile.dataflow.regions import part_rows
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import MEMORIES, Tier
@@ -30,7 +31,6 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
-from cotrain_compile.regions import part_rows
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.graph.backends.test_segments_of_steps import Interpreted

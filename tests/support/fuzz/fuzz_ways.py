@@ -169,7 +169,7 @@ def forced(spec: Spec) -> Iterator[Forced]:
             for name in _OF_DISK:
                 module = importlib.import_module(f"cotrain_compile.{name}")
                 stack.enter_context(mock.patch.object(module, "PIECE_BYTES", PIECE_BYTES))
-            stack.enter_context(mock.patch("cotrain_compile.on_disk.LEAST_BYTES", LEAST_BYTES))
+            stack.enter_context(mock.patch("cotrain_compile.plan.on_disk.LEAST_BYTES", LEAST_BYTES))
         yield found
 
 

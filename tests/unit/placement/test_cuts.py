@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow.regions import part_name, whole_name
 from cotrain_compile.placement.recompute.levels import StepLevel
 from cotrain_compile.placement.search.cuts import cuts_of
-from cotrain_compile.regions import part_name, whole_name
 
 LAYERS = ("a", "b")
 MADE = ("first", "wide_part0", "small", "wide_part1", "last")

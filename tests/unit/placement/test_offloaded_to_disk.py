@@ -9,7 +9,6 @@ import pytest
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.machine.parts import WRITES_BORNE
-from cotrain_compile.on_disk import write_room_bytes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -17,6 +16,7 @@ from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.wear import wear
 from cotrain_compile.plan import Lane, Placement, Plan
+from cotrain_compile.plan.on_disk import write_room_bytes
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 

@@ -11,7 +11,6 @@ import pytest
 from cotrain_compile.errors import OptionError, PlacementError, PlanError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.on_disk import disk_bytes, may_rest_on_disk, room_bytes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.rules import check_placement
 from cotrain_compile.placement.policies import coarse, streamed, zero_offload
@@ -19,6 +18,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.plan.on_disk import disk_bytes, may_rest_on_disk, room_bytes
 from cotrain_compile.presets import find
 from tests.support.dataflows import mixed_precision_step
 

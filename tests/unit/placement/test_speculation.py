@@ -10,9 +10,9 @@ from hypothesis import given
 
 from cotrain_compile import files
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow.guesses import guesses_of, second_bytes
 from cotrain_compile.entry.choose_plan import saved_plan
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.guesses import guesses_of, second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.check.check import check

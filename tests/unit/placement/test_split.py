@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase
+from cotrain_compile.dataflow.regions import Collected, Region, RegionOp, Window, part_rows
 from cotrain_compile.errors import PlanError
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import MEMORIES, Tier
@@ -18,7 +19,6 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split import EMPTY, ZEROS, _apart, split_regions
 from cotrain_compile.presets import find
-from cotrain_compile.regions import Collected, Region, RegionOp, Window, part_rows
 from tests.support.dataflows import chain
 
 BATCH, WIDTH = 64, 16

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow.regions import whole_name
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
@@ -22,7 +23,6 @@ from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
-from cotrain_compile.regions import whole_name
 from tests.support.random_problems import PLENTY, resident_bytes
 from tests.unit.placement.test_split import head
 

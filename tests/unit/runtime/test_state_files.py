@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cotrain_compile.errors import DiskError
-from cotrain_compile.on_disk import PIECE_BYTES, ROOMS
+from cotrain_compile.plan.on_disk import PIECE_BYTES, ROOMS
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import file_of, leave_disk, rest_on_disk
 

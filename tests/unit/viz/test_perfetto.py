@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.errors import FormatError
-from cotrain_compile.plan import STEP_BEGINS
+from cotrain_compile.plan.timeline import STEP_BEGINS
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.specification import specify
 from tests.unit.viz.test_report import MEASURED, PLAN, STEP

@@ -1,8 +1,8 @@
-"""Placement, Plan, Timeline: what was decided, when everything moves, and what that takes.
+"""Placement and Plan: what was decided, and when everything moves.
 
 A `Placement` says where buffers live and where updates run. A `Plan` adds the asynchronous tasks
-(transfers and host updates) with the ops they are issued after and waited for before. A `Timeline`
-is what happens: predicted by the simulator or measured by a runtime, in one type. No torch.
+(transfers and host updates) with the ops they are issued after and waited for before, what it is
+predicted to take (`timeline`) and how it was found (`report`). No torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ from enum import StrEnum
 from typing import Literal
 
 from cotrain_compile.machine import Rates, Tier
+from cotrain_compile.plan.report import Milestone, SolveReport
+from cotrain_compile.plan.timeline import Span, Timeline
+
+__all__ = [
+    "HostRegion",
+    "Lane",
+    "Milestone",
+    "MovedOps",
+    "Placement",
+    "Plan",
+    "SolveReport",
+    "Span",
+    "Task",
+    "Timeline",
+    "Transfer",
+    "UpdateMode",
+    "carried_out",
+]
 
 FORMAT_VERSION = 3
-
-
-# What a running step is called in a trace of torch.profiler, right before its zero.
-STEP_BEGINS = "cotrain: step begins"
 
 
 class UpdateMode(StrEnum):
@@ -273,113 +287,6 @@ class MovedOps:
 
     ops: tuple[str, ...]
     after: str | None
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stretch of work on a lane, in seconds from the start of the step."""
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
-
-
-def exchange_of(op: str) -> str:
-    """What the span of the exchange is called that an op begins."""
-    return f"exchange.{op}"
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What a step did, or is predicted to do.
-
-    Where steps overlap it is one step of many: what the step before has left to do comes at its
-    start, what is left to the next one is cut at its end. `source` is "predicted" or "measured".
-    `peak_bytes` has the largest number of bytes alive on each tier; `memory` samples the bytes
-    alive on each tier as (seconds, bytes) steps. `rank` is that of the process that measured it,
-    None where it trains alone; `began_at` when the step began by the clock of its computer, in
-    seconds since 1970.
-    """
-
-    source: Literal["predicted", "measured"]
-    spans: tuple[Span, ...]
-    peak_bytes: Mapping[Tier, int]
-    memory: Mapping[Tier, tuple[tuple[float, int], ...]] = field(default_factory=dict)
-    rank: int | None = None
-    began_at: float | None = None
-
-    @property
-    def title(self) -> str:
-        """Whose it is, where it is shown beside others."""
-        return self.source if self.rank is None else f"{self.source} on rank {self.rank}"
-
-    @property
-    def makespan_s(self) -> float:
-        """End of the last span minus the start of the first; 0 for an empty timeline."""
-        if not self.spans:
-            return 0.0
-        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
-
-    def lane(self, lane: str) -> tuple[Span, ...]:
-        """The spans of one lane, in order of their start."""
-        return tuple(
-            sorted((span for span in self.spans if span.lane == lane), key=lambda s: s.start_s)
-        )
-
-    def busy_s(self, lane: str) -> float:
-        """Seconds of work on one lane."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """What a search had found when it had spent `work` units: a step of `seconds`, by `name`."""
-
-    work: float
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SolveReport:
-    """How a plan was found and how good it is.
-
-    `status` is the solver's word ("optimal", "time limit", "not needed"); `objective_s` the step
-    time that its program claims; `bound_s` the least that any solution of that program can have,
-    with its small price on bytes moved; `lower_bound_s` is the certified bound: no plan within
-    these budgets takes less; 0 where there is none, as at guessed rates. `gap` is how far the
-    plan's simulated time lies above it, as a fraction. `simulated_s` has the simulated step time of
-    every candidate that fits, by policy; `seconds` is what solving took. `unknown_ops` counts the
-    ops whose cost nobody knows. They move `unknown_bytes`; plans and bound count no more of them
-    than that, so that no gap is certified. The search has spent `work` units and its
-    bound `bound_work` beside them, `course` has what was the fastest when it was found, and `ended`
-    says why it went no further.
-    """
-
-    solver: str
-    status: str
-    seed: int
-    seconds: float
-    objective_s: float | None
-    bound_s: float | None
-    lower_bound_s: float
-    gap: float
-    rounds: int = 0
-    simulated_s: Mapping[str, float] = field(default_factory=dict)
-    unknown_ops: int = 0
-    unknown_bytes: int = 0
-    work: float = 0.0
-    bound_work: float = 0.0
-    course: tuple[Milestone, ...] = ()
-    ended: str = ""
-
-    @property
-    def bound_name(self) -> str:
-        """What `lower_bound_s` may be called: certified only where all of the step is counted."""
-        if not self.unknown_ops:
-            return "certified bound"
-        return f"bound without the cost of {self.unknown_ops} ops, which is unknown"
 
 
 @dataclass(frozen=True)

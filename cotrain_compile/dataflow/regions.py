@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cotrain_compile.dataflow.parts import require
 from cotrain_compile.machine import LARGEST
 
 
@@ -28,7 +29,7 @@ class RegionOp:
 
     def __post_init__(self) -> None:
         known = 0 <= self.whole_bytes <= LARGEST
-        _require(known, f"region op {self.name} has bytes below 0 or above 1e30")
+        require(known, f"region op {self.name} has bytes below 0 or above 1e30")
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Region:
     ends: tuple[Ends, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.length >= 1, f"region {self.name} has {self.length} rows")
-        _require(any(w.ops for w in self.windows), f"region {self.name} has no ops")
+        require(self.length >= 1, f"region {self.name} has {self.length} rows")
+        require(any(w.ops for w in self.windows), f"region {self.name} has no ops")
 
     @property
     def ops(self) -> Iterator[RegionOp]:
@@ -140,7 +141,7 @@ def part_rows(length: int, parts: int) -> tuple[int, ...]:
 
     There may be fewer than asked for, as 5 rows in 4 parts are 2, 2 and 1.
     """
-    _require(parts >= 1, f"a region cannot run in {parts} parts")
+    require(parts >= 1, f"a region cannot run in {parts} parts")
     rows = -(-length // parts)
     return tuple(min(rows, length - start) for start in range(0, length, rows))
 
@@ -178,8 +179,3 @@ def ends_name(value: str, part: int) -> str:
 def shifted_name(value: str, part: int) -> str:
     """The name of the same, before it is held to the rows of the part."""
     return f"{value}_part{part}_shifted"
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
