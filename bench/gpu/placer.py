@@ -16,6 +16,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.entry.compile_step import compile_step
+from cotrain_compile.entry.planner import Planner
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import MEMORIES, Machine, Tier
 from cotrain_compile.options import Options
@@ -53,9 +54,8 @@ class Placer:
             if self.device == "cuda":
                 card = torch.device("cuda", torch.cuda.current_device())
                 given = within_free_memory(asked, inputs, card)
-            made = compile_step(
-                self.step, self.dataflow, given, plan_bytes=limit, workspace=workspace
-            )
+            planner = Planner(given, plan_bytes=limit, workspace=workspace)
+            made = compile_step(self.step, self.dataflow, planner, given)
             if self.device == "cuda":
                 made.bring_home(inputs)
             return made

@@ -44,8 +44,9 @@ from cotrain_compile.machine import MEMORIES, Link, Machine, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer, regions_of
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve

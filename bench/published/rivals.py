@@ -27,7 +27,7 @@ from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.machine import MEMORIES, Machine, Tier
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.published import any_rule
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cotrain_compile.entry.compile_step import check_options
+from cotrain_compile.entry.check_options import check_options
 from cotrain_compile.errors import OptionError
 
 # The package `lightning` has all of `pytorch_lightning` once more, with classes of its own. A

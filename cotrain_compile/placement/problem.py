@@ -32,6 +32,30 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Rewrites:
+    """What makes of a step that is written the one that runs, as in `Problem`: nothing by default.
+
+    In the order in which it is done.
+    """
+
+    splits: Mapping[str, int] = field(default_factory=dict)
+    cast_once: bool = False
+    layers_per_pack: int = 0
+    recomputed: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    pieces: tuple[Pieced, ...] = ()
+
+    def is_same(self, other: Rewrites) -> bool:
+        """Whether the step is the same, in whichever order values are named."""
+        return self._as_sets == other._as_sets
+
+    @property
+    def _as_sets(self) -> object:
+        again = frozenset(self.recomputed), frozenset(self.apart)
+        return self.splits, self.cast_once, self.layers_per_pack, again, self.pieces
+
+
+@dataclass(frozen=True)
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
@@ -65,6 +89,18 @@ class Problem:
         """The step as it is written, with all bytes of all its values."""
         return holding(self.written.dataflow if self.written else self.dataflow, self.whole_bytes)
 
+    @property
+    def rewrites(self) -> Rewrites:
+        """What makes of the step that is written the one that runs."""
+        return Rewrites(
+            self.splits,
+            self.cast_once,
+            self.layers_per_pack,
+            self.recomputed,
+            self.apart,
+            self.pieces,
+        )
+
     def under(self, placement: Placement) -> Problem:
         """The problem of the step that is left under `placement`: this one, where it is of that.
 
@@ -73,15 +109,15 @@ class Problem:
         """
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, placement.splits)
-        cast = casts_once(parts) if placement.casts_once else parts
-        pieces = pieces_under(cast, placement)
         return self._rewritten(
-            placement.layers_per_pack,
-            placement.recomputed,
-            placement.splits,
-            pieces,
-            apart=placement.recomputed_apart,
-            cast_once=placement.casts_once,
+            Rewrites(
+                placement.splits,
+                placement.casts_once,
+                placement.layers_per_pack,
+                placement.recomputed,
+                placement.recomputed_apart,
+                pieces_under(casts_once(parts) if placement.casts_once else parts, placement),
+            )
         )
 
     def in_packs(self, layers_per_pack: int) -> Problem:
@@ -89,65 +125,53 @@ class Problem:
 
         Raises `PlanError` where the step does not allow that.
         """
-        return self._rewritten(layers_per_pack, self.recomputed, self.splits, apart=self.apart)
+        return self._rewritten(replace(self._whole, layers_per_pack=layers_per_pack))
 
     def recomputing(self, names: Sequence[str], apart: Sequence[str] = ()) -> Problem:
         """The problem of the step in which `names` are made again, and nothing else.
 
         Some of them `apart`, on copies of their own.
         """
-        return self._rewritten(self.layers_per_pack, names, self.splits, apart=apart)
+        again = tuple(names), tuple(apart)
+        return self._rewritten(replace(self._whole, recomputed=again[0], apart=again[1]))
 
     def splitting(self, splits: Mapping[str, int]) -> Problem:
         """The problem of the step whose regions run in so many parts, and no others."""
-        return self._rewritten(self.layers_per_pack, self.recomputed, splits, apart=self.apart)
+        return self._rewritten(replace(self._whole, splits=splits))
 
     def casting_once(self) -> Problem:
         """The problem of the step in which the copy of each parameter is made once."""
-        own = self.layers_per_pack, self.recomputed, self.splits
-        return self._rewritten(*own, apart=self.apart, cast_once=True)
+        return self._rewritten(replace(self._whole, cast_once=True))
 
-    def _rewritten(
-        self,
-        layers_per_pack: int,
-        names: Sequence[str],
-        splits: Mapping[str, int],
-        pieces: tuple[Pieced, ...] = (),
-        *,
-        apart: Sequence[str],
-        cast_once: bool | None = None,
-    ) -> Problem:
-        """From what is written, in whatever order it is asked for; None: cast once as this one.
+    @property
+    def _whole(self) -> Rewrites:
+        """This one's without pieces, which are of one placement."""
+        return replace(self.rewrites, pieces=())
+
+    def _rewritten(self, asked: Rewrites) -> Problem:
+        """From what is written, in whatever order it is asked for.
 
         An op takes as long the second time as the first, a part what the machine's rates allow.
         """
-        cast_once = self.cast_once if cast_once is None else cast_once
-        again = frozenset(self.recomputed), frozenset(self.apart)
-        own = self.layers_per_pack, *again, self.splits, self.pieces, self.cast_once
-        asked = frozenset(names), frozenset(apart), splits, pieces, cast_once
-        if (layers_per_pack, *asked) == own:
+        if asked.is_same(self.rewrites):
             return self
         written = self.written or Written(self.dataflow, self.costs)
-        parts = split_regions(written.dataflow, splits)
-        costs = self._with_parts(written, parts, splits)
-        cast = casts_once(parts) if cast_once else parts
-        ordered = in_packs(cast, layers_per_pack)
-        copies = recomputed_ops(ordered, names, apart)
+        parts = split_regions(written.dataflow, asked.splits)
+        costs = self._with_parts(written, parts, asked.splits)
+        cast = casts_once(parts) if asked.cast_once else parts
+        ordered = in_packs(cast, asked.layers_per_pack)
+        copies = recomputed_ops(ordered, asked.recomputed, asked.apart)
         known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in copies.items()}}
         network_s = {**sent, **{copy: sent[op] for copy, op in copies.items() if op in sent}}
-        device_s |= piece_seconds(pieces, known, self.machine)
+        device_s |= piece_seconds(asked.pieces, known, self.machine)
+        again = recomputed(ordered, asked.recomputed, asked.apart)
         return replace(
             self,
-            dataflow=in_pieces(recomputed(ordered, names, apart), pieces),
+            dataflow=in_pieces(again, asked.pieces),
             costs=replace(costs, device_s=device_s, network_s=network_s),
-            recomputed=tuple(names),
-            apart=tuple(apart),
-            layers_per_pack=layers_per_pack,
-            splits=splits,
-            pieces=pieces,
-            cast_once=cast_once,
-            written=written if names or layers_per_pack or splits or pieces or cast_once else None,
+            written=None if asked.is_same(Rewrites()) else written,
+            **vars(asked),
         )
 
     def _with_parts(
@@ -186,16 +210,7 @@ class Problem:
 
     def as_its_own_step(self) -> Problem:
         """The same, of a step that is written as this one runs."""
-        return replace(
-            self,
-            recomputed=(),
-            apart=(),
-            layers_per_pack=0,
-            splits={},
-            pieces=(),
-            cast_once=False,
-            written=None,
-        )
+        return replace(self, written=None, **vars(Rewrites()))
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

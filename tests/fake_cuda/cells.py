@@ -30,7 +30,8 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan

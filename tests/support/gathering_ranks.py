@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.capture.aten import bucket_exchanges
-from cotrain_compile.entry import compile_step as compiling
+from cotrain_compile.entry import planner
 from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
@@ -96,7 +96,7 @@ def _train(
     step = torch.compile(step_of(model), backend="cotrain", options=options)
     generator = torch.Generator().manual_seed(rank)
     alone = mock.patch.object(bucket_exchanges, "SMALL_BYTES", 0)  # they are small here
-    with alone, mock.patch.object(compiling, "plan_for", lambda problem, *rest: plan(problem)):
+    with alone, mock.patch.object(planner, "plan_for", lambda problem, *rest: plan(problem)):
         peaks = [peak_of(step, torch.randn(4, WIDTH, generator=generator)) for _ in range(STEPS)]
     placed = cotrain_compile.inspect(step)
     begun = [node.name for node in placed.graph.nodes if is_collective(node)]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import cotrain_compile
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry import compile_step as pipeline
+from cotrain_compile.entry.planner import Planner
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
@@ -328,10 +330,13 @@ def _first_only(compile_within: Callable[..., Any], inputs: Sequence[Any], **_: 
 
 @contextmanager
 def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
-    """Within it, `compile_step` makes what runs a captured step; there is no dry run."""
+    """Within it, `compile_step(step, dataflow, options)` makes what runs a captured step.
 
-    def made(*given: Any, **named: Any) -> Any:
-        run = compile_step(*given, **named)
+    There is no plan and no dry run.
+    """
+
+    def made(step: StepGraph, dataflow: Dataflow, planner: Planner, options: Options) -> Any:
+        run = compile_step(step, dataflow, options)
         if not hasattr(run, "steps"):
             run.steps = 0  # it has no plan that another trace could use
         return run

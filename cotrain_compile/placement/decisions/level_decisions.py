@@ -24,7 +24,7 @@ from cotrain_compile.placement.decisions.clusters import Again, RegionLevel
 from cotrain_compile.placement.decisions.decisions import Decision, DecisionOption
 from cotrain_compile.placement.decisions.effects import DeviceWork, Effect, Hold
 from cotrain_compile.placement.recompute.levels import RegionLevels, gathered
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 
 LevelDecision = Decision[RegionLevels, int]
 

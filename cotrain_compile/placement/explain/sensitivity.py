@@ -19,7 +19,7 @@ from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.simulate.engine import Work, simulate
-from cotrain_compile.placement.simulate.predict import joined_works_of, lanes_of
+from cotrain_compile.placement.simulate.works import joined_works_of, lanes_of
 from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Transfer
 
 # How much faster a lane is made: enough to stand out of rounding, little enough to be a slope.

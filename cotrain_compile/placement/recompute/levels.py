@@ -25,8 +25,8 @@ from typing import TypeVar
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.placement.recompute.closure import ForwardStretch, Need, closures
+from cotrain_compile.placement.recompute.recomputable import gathers, without_order
 from cotrain_compile.placement.recompute.regions import inside, regions_of, saved_bytes
-from cotrain_compile.placement.recompute.rewrite import gathers, without_order
 
 MOST_LEVELS = 5
 

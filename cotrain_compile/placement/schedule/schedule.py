@@ -34,7 +34,8 @@ from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListSchedul
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.overflow_to_disk import overflowing_to_disk
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_disk, refuse_host
-from cotrain_compile.placement.simulate.predict import predict, starts_of, step_s
+from cotrain_compile.placement.simulate.predict import predict, step_s
+from cotrain_compile.placement.simulate.works import starts_of
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
 # How many ops later than by itself a task of a bundle may be issued, tried in turn; None: any.

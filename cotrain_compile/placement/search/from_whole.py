@@ -13,7 +13,7 @@ from cotrain_compile.dataflow.regions import whole_name
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.plan import Plan

@@ -23,7 +23,8 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.alike import kinds_of
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import Draft
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.cover import covered

@@ -17,7 +17,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.order.by_layer import OrderIsKept, by_layer
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement, Plan, UpdateMode

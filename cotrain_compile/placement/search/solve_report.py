@@ -18,7 +18,7 @@ from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.simulate.outcomes import outcomes
-from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
+from cotrain_compile.placement.simulate.works import issuing_s, starts_of
 from cotrain_compile.plan import Milestone, Plan, SolveReport, UpdateMode
 from cotrain_compile.support.plan_words import plan_words
 from cotrain_compile.support.units import format_bytes, format_seconds

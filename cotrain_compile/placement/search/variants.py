@@ -29,8 +29,8 @@ from cotrain_compile.placement.recompute.levels import (
     spread,
     with_gathers,
 )
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
-from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.cuts import Cut, cuts_of
 from cotrain_compile.placement.search.infeasible import Least, least_of

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.simulate.predict import joined_works_of, task_s, timeline_of
+from cotrain_compile.placement.simulate.predict import timeline_of
+from cotrain_compile.placement.simulate.works import joined_works_of, task_s
 from cotrain_compile.plan import HostRegion, Plan, Task
 
 

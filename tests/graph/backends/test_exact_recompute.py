@@ -20,7 +20,8 @@ from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.files import save
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from tests.graph.backends.test_segments_of_steps import Interpreted

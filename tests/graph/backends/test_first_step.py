@@ -262,7 +262,7 @@ def test_a_later_step_that_never_finds_room_ends_in_its_error_and_has_changed_no
 def test_a_new_trace_keeps_to_what_the_card_had_unless_nothing_fits_into_that() -> None:
     made: list[int | None] = []
 
-    def compile_for(plan_bytes: int | None = None) -> Any:
+    def compile_for(plan_bytes: int | None) -> Any:
         made.append(plan_bytes)
         if plan_bytes == 1:
             raise PlacementError("too little", shortfall_bytes=1)

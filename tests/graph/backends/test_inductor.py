@@ -33,7 +33,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.backends.inductor.lower import segments_of
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.cli.main import app
 from cotrain_compile.cli.reading import read_problem
 from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.entry.compile_step import compile_step
+from cotrain_compile.entry.planner import Planner
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -39,6 +42,12 @@ def comparable(plan: Plan) -> Any:
     return plan.placement, plan.tasks, plan.moved, plan.budgets, plan.predicted
 
 
+def compiled(options: Mapping[str, Any]) -> CompiledStep:
+    """The clipped step by these options."""
+    step, parsed = captured("clipped"), Options.parse(options)
+    return compile_step(step.step, step.dataflow, Planner(parsed), parsed)
+
+
 def solved_offline(tmp_path: Path, *arguments: str) -> Plan:
     result = CliRunner().invoke(
         app,
@@ -57,9 +66,7 @@ def test_a_plan_solved_offline_for_a_card_is_the_one_that_compiling_makes(
     options = {"machine": CARD, "policy": "zero-offload", "quiet": True}
     monkeypatch.setattr(pipeline, "lower", lambda *_: None)  # nothing is run
     plans = {
-        lowering: compile_step(
-            step.step, step.dataflow, Options.parse({**options, "lowering": lowering})
-        ).plan
+        lowering: compiled({**options, "lowering": lowering}).plan
         for lowering in ("inductor", "eager")
     }
     files.save(step.dataflow, tmp_path / "step.json")
@@ -113,8 +120,7 @@ def test_updates_that_run_as_captured_are_planned_as_such(tmp_path: Path) -> Non
     step = captured("clipped")
     options = {"machine": CARD, "policy": "zero-offload", "quiet": True}
     fused, own = (
-        compile_step(step.step, step.dataflow, Options.parse({**options, "host_kernels": kernels}))
-        for kernels in ("fused", "captured")
+        compiled({**options, "host_kernels": kernels}) for kernels in ("fused", "captured")
     )
     # In so small a step what Python takes to start the tasks hides the updates.
     assert own.plan.predicted.busy_s(Lane.HOST) > fused.plan.predicted.busy_s(Lane.HOST)

@@ -44,7 +44,7 @@ def test_a_timeout_while_a_step_is_compiled(lowering: str) -> None:
     where = (
         mock.patch.object(lower, "compile_graph", interrupted)
         if lowering == "inductor"
-        else mock.patch("cotrain_compile.entry.compile_step.plan_for", interrupted)
+        else mock.patch("cotrain_compile.entry.planner.plan_for", interrupted)
     )
     try:
         with where, pytest.raises(TookTooLong):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 
 
 class Sine(torch.autograd.Function):

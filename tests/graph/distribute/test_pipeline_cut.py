@@ -13,7 +13,7 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
-from cotrain_compile.entry.compile_step import check_options
+from cotrain_compile.entry.check_options import check_options
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
 from cotrain_compile.pipelining.memory import turn_budgets

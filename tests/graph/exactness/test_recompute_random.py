@@ -20,7 +20,8 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.files import save
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed, recomputed_ops
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed, recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from tests.support.steps import cotrain

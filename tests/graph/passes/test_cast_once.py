@@ -15,7 +15,7 @@ from cotrain_compile.placement.casts import casts_once
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve

@@ -12,11 +12,8 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.recompute.rewrite import (
-    recomputable,
-    recomputed,
-    recomputed_ops,
-)
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed, recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from tests.support.captured_steps import TRAININGS, captured, differences, place, reference
 from tests.support.plans.random_plans import random_plan

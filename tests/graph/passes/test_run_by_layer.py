@@ -18,7 +18,7 @@ from cotrain_compile.placement.order.by_layer import (
     pack_sizes,
 )
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from tests.support.captured_steps import captured, differences, place, reference
 from tests.support.plans.random_plans import random_plan

@@ -18,8 +18,9 @@ from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.placement.recompute.levels import FoundLevels, Level, find_levels
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import every_layer
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed, recomputed_ops
+from cotrain_compile.placement.recompute.rewrite import recomputed, recomputed_ops
 
 WIDTH, HEADS, LENGTH, LAYERS, TIMES = 256, 4, 512, 2, 12
 

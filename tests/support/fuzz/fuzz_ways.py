@@ -35,8 +35,8 @@ REPEATED = ("checkpointed", "checkpointed dropout", "checkpointed attention", "r
 # What is large for states of models as small as these: a block, and what a drive takes at a time.
 LEAST_BYTES, PIECE_BYTES = 4096, 8192
 _OF_DISK = (
-    "on_disk",
-    "placement.simulate.predict",
+    "plan.on_disk",
+    "placement.simulate.from_disk",
     "runtime.disk.rooms",
     "runtime.disk.resting_kernel",
 )

@@ -20,7 +20,8 @@ from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.bundles import alone
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.simulate.predict import predict, starts_of
+from cotrain_compile.placement.simulate.predict import predict
+from cotrain_compile.placement.simulate.works import starts_of
 from cotrain_compile.plan import HostRegion, Plan, carried_out
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain

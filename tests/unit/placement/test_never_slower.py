@@ -17,8 +17,8 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
-from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan

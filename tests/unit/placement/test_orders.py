@@ -22,7 +22,7 @@ from cotrain_compile.placement.order.by_layer import (
     pack_sizes,
 )
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.presets import find

@@ -26,7 +26,7 @@ from cotrain_compile.placement.milp.model import MIB as BYTES_PER_MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, draft, schedule
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.solve import SolveSettings, solve

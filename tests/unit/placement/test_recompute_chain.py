@@ -18,7 +18,8 @@ from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
 from tests.support.nets import MIB, Layer, step_of

@@ -18,8 +18,8 @@ from cotrain_compile.placement.recompute.closure import (
     closures,
 )
 from cotrain_compile.placement.recompute.levels import MOST_LEVELS, Level, find_levels
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import Value, inside, regions_of, stretches
-from cotrain_compile.placement.recompute.rewrite import recomputable
 from tests.support.blocks import blocks, in_modules, values
 from tests.support.nets import MIB, Layer, Training, perceptron, recurrent, residual_conv, step_of
 

@@ -16,7 +16,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search import split_variants
 from cotrain_compile.placement.search.from_whole import from_whole

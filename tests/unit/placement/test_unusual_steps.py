@@ -17,7 +17,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, finished, schedule
 from cotrain_compile.placement.search.found import UNSOUND, Found
 from cotrain_compile.placement.search.infeasible import least_of
