@@ -31,15 +31,9 @@ from cotrain_compile.dataflow import (
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.notes import job_of, masked_attention
 from cotrain_compile.extract.op_bytes import nbytes_of
-from cotrain_compile.extract.op_costs import (
-    OpCost,
-    computing_dtype,
-    cost_of,
-    kind_of_op,
-    scratch_bytes,
-)
 from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.updates import gradients_kept, update_groups
+from cotrain_compile.extract.works import Works
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.graph.collectives import (
     all_ranks,
@@ -55,7 +49,6 @@ from cotrain_compile.graph.collectives import (
 from cotrain_compile.graph.op_calls import PIECE, target_of
 from cotrain_compile.graph.random_ops import generators_of
 from cotrain_compile.graph.user_lines import calling_line
-from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.placement.pieces import part_name
 
 
@@ -225,6 +218,7 @@ class _Reader(_Namer):
     """Reads every op as well, with its flops and the bytes that it moves."""
 
     ops: list[Op] = field(default_factory=list)
+    works: Works = field(default_factory=Works)
     flops_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     moved_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
 
@@ -251,9 +245,8 @@ class _Reader(_Namer):
         used = {str(s) for t in tables for e in t.values() for s in e.free_symbols}
         return {name: value for name, value in self.symbols.items() if name in used}
 
-    def _scratch(self, node: fx.Node) -> Iterator[str]:
+    def _scratch(self, node: fx.Node, nbytes: Any) -> Iterator[str]:
         """What a kernel takes while it runs, as a buffer that nobody else touches."""
-        nbytes = scratch_bytes(node)
         if nbytes is not None:
             name = f"{node.name}.scratch"
             size = _integer(self.nbytes_expressions, name, nbytes)
@@ -263,8 +256,9 @@ class _Reader(_Namer):
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reads, writes = super().read_call(node)
         # A view, which writes nothing, costs nothing; a wait is part of its collective.
-        cost = cost_of(node) if writes and not is_wait(node) else OpCost(0, 0)
-        writes = (*writes, *self._scratch(node))
+        work = self.works.of(node, is_free=not writes or is_wait(node))
+        cost = work.cost
+        writes = (*writes, *self._scratch(node, work.scratch))
         self.ops.append(
             Op(
                 name=node.name,
@@ -274,13 +268,13 @@ class _Reader(_Namer):
                 writes=writes,
                 flops=_integer(self.flops_expressions, node.name, cost.flops),
                 bytes_moved=_integer(self.moved_expressions, node.name, cost.bytes_moved),
-                dtype=computing_dtype(node, cost.flops),
+                dtype=work.dtype,
                 cost_is_known=cost.is_known,
                 collective=_collective(node) if is_collective(node) else None,
                 awaits=begun.name if (begun := awaited_by(node)) else "",
                 module=self.step.modules.get(node.name, ""),
                 line=calling_line(node.meta.get("stack_trace")),
-                kind=kind_of_op(node, cost.flops) if cost.bytes_moved else OpKind.UNSAID,
+                kind=work.kind,
             )
         )
         return reads, writes

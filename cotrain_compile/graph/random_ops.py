@@ -8,6 +8,7 @@ says so in the Dataflow, and from there on the order of these ops is kept like t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cotrain_compile.graph.op_calls import arguments_of, target_of
 
 # Attention has torch's tag of random ops whatever its dropout is (2.11 to 2.15).
 _DROPOUT = "dropout_p"
+_TAG = torch.Tag.nondeterministic_seeded
 
 
 def is_random(node: fx.Node) -> bool:
@@ -27,7 +29,7 @@ def is_random(node: fx.Node) -> bool:
 
 def has_random_tag(node: fx.Node) -> bool:
     """Whether torch says that `node` may be random, as of attention even without dropout."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return _TAG in getattr(node.target, "tags", ())
 
 
 def generators_of(node: fx.Node) -> tuple[str, ...]:
@@ -44,7 +46,7 @@ def generators_in(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _generators(node: fx.Node) -> Iterator[str]:
-    if node.op != "call_function":
+    if node.op != "call_function" or _never_draws(node.target):
         return
     if has_random_tag(node):
         if _argument(node, _DROPOUT) != 0:
@@ -57,6 +59,15 @@ def _generators(node: fx.Node) -> Iterator[str]:
         called = _called_graph(source)
         if called is not None:
             yield from generators_in(called)
+
+
+@cache
+def _never_draws(target: object) -> bool:
+    """Whether `target` draws nothing, whatever it is given: an op without tag and dropout."""
+    if not isinstance(target, torch._ops.OpOverload) or _TAG in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    return str(target).startswith("aten.") or _DROPOUT not in names
 
 
 def _drops_untagged(node: fx.Node) -> bool:

@@ -125,9 +125,9 @@ def _knowing_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _name_of_class(owner: VariableTracker, name: VariableTracker) -> VariableTracker | None:
     """What `owner.name` is, if that is a name of a class of torch's."""
-    if not isinstance(owner, BaseTorchVariable) or not inspect.isclass(owner.value):
-        return None
     if not name.is_python_constant() or name.as_python_constant() not in _NAMES:
+        return None
+    if not isinstance(owner, BaseTorchVariable) or not inspect.isclass(owner.value):
         return None
     known: VariableTracker = ConstantVariable.create(
         getattr(owner.value, name.as_python_constant())

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.layers.blocks import (
     Blocks,
@@ -29,6 +29,7 @@ from cotrain_compile.capture.layers.checkpoints import LayerCheckpoints
 from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of, subgraph_of
 from cotrain_compile.capture.layers.memory import (
     is_plain,
+    of_tensors,
     same_storage,
     shown_in,
     storages,
@@ -186,9 +187,7 @@ class _Extension:
         if stack := node.meta.get("nn_module_stack"):
             made.meta["nn_module_stack"] = self._stack(stack, layer)
         if "val" in node.meta:
-            made.meta["val"] = tree_map_only(
-                torch.Tensor, lambda value: self._value(value, layer), node.meta["val"]
-            )
+            made.meta["val"] = of_tensors(lambda value: self._value(value, layer), node.meta["val"])
         return made
 
     def _in(self, node: fx.Node, layer: int) -> fx.Node:
@@ -247,7 +246,7 @@ class _Extension:
             return shown_in(same_storage(storage, owner, instead), value)
 
         if "val" in node.meta:
-            node.meta["val"] = tree_map_only(torch.Tensor, shown, node.meta["val"])
+            node.meta["val"] = of_tensors(shown, node.meta["val"])
 
     def _beyond(self, node: fx.Node, layer: int) -> fx.Node:
         """What a node of the template or of the layer behind reads in place of the other's."""

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.layers.blocks import UnlikeError, look_of_tensor
 from cotrain_compile.capture.layers.memory import (
     all_storages,
     is_plain,
+    of_tensors,
     shown_in,
     storages,
     tell_of_writes,
@@ -306,7 +307,7 @@ class _Lowered:
 
         made = put_into(self.graph, node, node.args, node.kwargs, lambda n: new.get(n, n))
         if "val" in node.meta:
-            made.meta["val"] = tree_map_only(torch.Tensor, shown, node.meta["val"])
+            made.meta["val"] = of_tensors(shown, node.meta["val"])
         return made
 
     def write_in_turn(self) -> None:

@@ -7,7 +7,7 @@ torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def shown_in(memory: torch.UntypedStorage, value: torch.Tensor) -> torch.Tensor:
@@ -24,8 +24,14 @@ def shown_in(memory: torch.UntypedStorage, value: torch.Tensor) -> torch.Tensor:
     with no_dispatch():
         bare = torch.empty(0, dtype=value.dtype, device="meta")
         bare.set_(memory, int(value.storage_offset()), tuple(value.shape), value.stride())
-        made = FakeTensor(value.fake_mode, bare, value.device)
-        return made.requires_grad_(value.requires_grad)
+        return FakeTensor(value.fake_mode, bare, value.device, requires_grad=value.requires_grad)
+
+
+def of_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value`, a tensor or a tree with some, with what `function` makes of each of them."""
+    if isinstance(value, torch.Tensor):  # mostly
+        return function(value)
+    return tree_map_only(torch.Tensor, function, value)
 
 
 def same_storage(

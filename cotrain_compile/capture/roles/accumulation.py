@@ -115,11 +115,11 @@ def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[A
 
     `values` are what the inputs of `step` stand for.
     """
-    written = _written(step)
+    written, updated = _written(step), session.updated
     missing = [
         item.name
         for item, value in zip(step.inputs, values, strict=True)
-        if id(value) in session.updated and item.node not in written
+        if id(value) in updated and item.node not in written
     ]
     if missing:
         raise CaptureError(
