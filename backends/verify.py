@@ -3,7 +3,8 @@
 In: a `CompiledStep`, the graph it was made from, the options. Out: a callable in its place that
 raises `VerifyError` at the first tensor that differs, in the order in which the step computes them.
 What a fused kernel updates on the host, what runs in parts, and what follows from either, may
-differ by `TOLERANCE` of the largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
+differ by `TOLERANCE` of the largest change (`docs/decisions/0005-fused-loops-by-structure.md`),
+or by `ROUNDINGS` of it where values of few digits, as of bfloat16, are on the way.
 
 Reference: one step of the captured graph as it is, on copies that rest on the host.
 
@@ -37,6 +38,9 @@ from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.runtime.host.trial import TOLERANCE
 
+# A value of few digits is rounded in the forward, the backward and where parts are joined; a second
+# moment squares it, which counts twice.
+ROUNDINGS = 4
 _DECIDED = (
     "Where a step goes by signs or comparisons (Rprop, a top-k), a rounding may decide: with "
     "split='off' and host_kernels='captured' it is compared to the bit. Else: "
@@ -48,6 +52,8 @@ class Result:
     """One thing that a step leaves: node `made_by` computes or writes it.
 
     `position` is that of an output, or of an input that persists. `buffer` is its name in the plan.
+    `may_differ` is by how much of its largest change roundings explain a difference, 0.0 where the
+    plan promises its bits.
     """
 
     name: str
@@ -55,7 +61,7 @@ class Result:
     made_by: fx.Node
     position: int
     is_output: bool
-    is_rounded: bool
+    may_differ: float
 
 
 class VerifiedStep:
@@ -91,7 +97,7 @@ class VerifiedStep:
                 raise VerifyError(
                     f"step {self.compiled.steps} of this plan is not what the captured step "
                     f"computes: {told}. Parameters and states now hold the captured step's "
-                    f"numbers. {_DECIDED if result.is_rounded else ''}That is a bug of this "
+                    f"numbers. {_DECIDED if result.may_differ else ''}That is a bug of this "
                     "package: please report it with the folder of the option 'dump', and go on "
                     "with policy 'resident' or in eager"
                 )
@@ -108,7 +114,7 @@ class VerifiedStep:
         if not isinstance(right, torch.Tensor):
             return "" if found == right else f"{result.name} is {found}, not {right}"
         found = on(HOST, found.detach())
-        allowed = _rounding(right, expected.changes.get(node)) if result.is_rounded else 0.0
+        allowed = _rounding(right, expected.changes.get(node), result.may_differ)
         count = elements_apart(found, right, allowed)
         if not count:
             return ""
@@ -140,21 +146,21 @@ def refuse_race(placed: StepGraph) -> None:
 def _results(step: StepGraph, plan: Plan, options: LoweringOptions) -> Iterator[Result]:
     """All that a step leaves: outputs, and inputs that persist, written or not."""
     graph = step.module.graph
-    rounded = _rounded(step, _apart_by_rounding(step, plan, options))
+    rounded = _rounded(step.nodes, _apart_by_rounding(step, plan, options))
     buffer_of = buffer_names(step)
     output = next(iter(graph.find_nodes(op="output")))
     for position, node in enumerate(output.args[0]):
         if isinstance(node, fx.Node):
             buffer = buffer_of.get(node.name, "")
             name = f"output {position} ({buffer or node.name})"
-            yield Result(name, buffer, node, position, True, node in rounded)
+            yield Result(name, buffer, node, position, True, rounded.get(node, 0.0))
     last_write = {destination: write for write, destination, _ in writes(graph)}
     placeholders = graph.find_nodes(op="placeholder")
     for position, (node, item) in enumerate(zip(placeholders, step.inputs, strict=True)):
         if node in last_write or item.role in PERSISTENT_ROLES:
             made_by = last_write.get(node, node)
             name = f"{item.role.value} {item.name}"
-            yield Result(name, item.name, made_by, position, False, made_by in rounded)
+            yield Result(name, item.name, made_by, position, False, rounded.get(made_by, 0.0))
 
 
 def _order(graph: fx.Graph) -> Callable[[Result], int]:
@@ -177,24 +183,36 @@ def _apart_by_rounding(step: StepGraph, plan: Plan, options: LoweringOptions) ->
         yield from (node for node in step.nodes if node.name in in_parts)
 
 
-def _rounded(step: StepGraph, first: Iterable[fx.Node]) -> set[fx.Node]:
-    """`first`, and all that is computed from what they make."""
-    found = set(first)
-    for node in step.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
+def _rounded(nodes: Iterable[fx.Node], first: Iterable[fx.Node]) -> dict[fx.Node, float]:
+    """`first`, and all that is computed from what they make: by how much each may differ.
+
+    Sums in another order may round a value of few digits the other way, which all behind it shows.
+    """
+    found = dict.fromkeys(first, TOLERANCE)
+    for node in nodes:
+        before = [found[source] for source in node.all_input_nodes if source in found]
+        if before or node in found:
+            found[node] = max([*before, TOLERANCE, _coarseness(node)])
     return found
 
 
-def _rounding(right: torch.Tensor, change: float | None) -> float:
-    """By how much a rounded result may differ: see `trial.TOLERANCE`."""
-    if not right.numel() or not right.is_floating_point():
+def _coarseness(node: fx.Node) -> float:
+    """By how much roundings may change what a node makes, 0.0 where that is no floating point."""
+    made = node.meta.get("val")
+    if not (isinstance(made, torch.Tensor) and made.is_floating_point()):
+        return 0.0
+    return ROUNDINGS * torch.finfo(made.dtype).eps
+
+
+def _rounding(right: torch.Tensor, change: float | None, may_differ: float) -> float:
+    """By how much a result may differ that may do so by a part of its change."""
+    if not may_differ or not right.numel() or not right.is_floating_point():
         return 0.0
     largest = float(right.double().abs().max())
     scale = largest if change is None else change
     # Bias corrections are taken in float32, whatever is wider.
     eps = max(torch.finfo(right.dtype).eps, torch.finfo(torch.float32).eps)
-    return TOLERANCE * scale + 4 * eps * largest
+    return may_differ * scale + 4 * eps * largest
 
 
 def where_moved(compiled: CompiledStep, buffer: str) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.backends import devices, verify
 from cotrain_compile.backends.verify import (
@@ -28,6 +29,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
+from cotrain_compile.runtime.host.trial import TOLERANCE
 from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.steps import (
@@ -279,6 +281,20 @@ def test_a_tensor_keeps_its_strides_where_it_goes() -> None:
 def test_small_second_moments_are_not_taken_for_zeros() -> None:
     """What rounding explains is a share of the change of that tensor, however small it is."""
     right = torch.full((4,), 9e-6)
-    allowed = verify._rounding(right, change=9e-6)
+    allowed = verify._rounding(right, change=9e-6, may_differ=TOLERANCE)
     assert 0 < allowed < 1e-7
     assert elements_apart(torch.zeros(4), right, allowed) == 4
+
+
+def test_what_follows_from_few_digits_may_differ_by_a_rounding_to_them() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        in_parts = x @ x
+        return in_parts.bfloat16().float() + 1, in_parts + 1, x + 1
+
+    nodes = make_fx(step)(torch.ones(2, 2)).graph.nodes
+    in_parts = next(node for node in nodes if "mm" in node.name)
+    may_differ = verify._rounded(nodes, [in_parts])
+    coarse, fine, apart = next(iter(reversed(nodes))).args[0]
+    assert may_differ[coarse] == verify.ROUNDINGS * torch.finfo(torch.bfloat16).eps
+    assert may_differ[fine] == TOLERANCE
+    assert apart not in may_differ

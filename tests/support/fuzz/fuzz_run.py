@@ -174,7 +174,8 @@ def spread_of_fused(spec: Spec, eager: Left, spread: Spread) -> dict[str, float]
         unrounded = train(replace(spec, loop=replace(spec.loop, autocast=False)), None)
         for name, far in gaps(eager, unrounded).items():
             corrected[name] += 2 * far
-    if spec.parts and spec.model.dtype == "float32":
+    is_rounded = spec.parts or spec.options.get("lowering") == "inductor"
+    if is_rounded and spec.model.dtype == "float32":
         for name in rounding_only(spec, sizes):
             corrected[name] += OTHER_SIZE * sizes[name]
     return {n: corrected[n] + far + rounding(spec) * sizes[n] for n, far in spread().items()}
@@ -184,9 +185,19 @@ def rounding_only(spec: Spec, sizes: Mapping[str, float]) -> list[str]:
     """The tensors of which float64 leaves next to nothing, by the `sizes` that they have in eager.
 
     So is a second moment of a bias before a batch norm, whose gradient is zero but for roundings.
+    What is nothing behind the first step may be something later: an optimizer that divides by the
+    size of a gradient goes a whole step wherever roundings point, and is pulled back from there.
     """
-    exact = magnitudes(train(replace(spec, model=replace(spec.model, dtype="float64")), None))
-    return [name for name, size in sizes.items() if exact[name] < ROUNDING_ONLY * size]
+    wide = replace(spec, model=replace(spec.model, dtype="float64"))
+    once = replace(spec.loop, rows=spec.loop.rows[:1], rates=spec.loop.rates[:1])
+    begun, begun_wide = (magnitudes(train(replace(s, loop=once), None)) for s in (spec, wide))
+    exact = magnitudes(train(wide, None))
+    return [
+        name
+        for name, size in sizes.items()
+        if exact[name] < ROUNDING_ONLY * size
+        or begun_wide.get(name, size) < ROUNDING_ONLY * begun.get(name, 0.0)
+    ]
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import torch
@@ -80,6 +81,7 @@ def swap_tensors(training: Training, rng: random.Random) -> None:
     if training.was_cast or not old.requires_grad:
         return  # torch swaps no leaf that was trained, and then was cast or frozen
     old.grad = None
+    gc.collect()  # Dynamo's guards of a call that failed are a cycle, with a weak reference in it
     other = nn.Parameter(old.detach() * 0.7, requires_grad=old.requires_grad)
     torch.utils.swap_tensors(old, other)
 
