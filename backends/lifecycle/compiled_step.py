@@ -19,7 +19,13 @@ from cotrain_compile.backends.eager.lock_step import PlannedPeak
 from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram, Measurement
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
-from cotrain_compile.backends.lifecycle.deferred import GO_ON, DeferredWork, few, wait_for_deferred
+from cotrain_compile.backends.lifecycle.deferred import (
+    GO_ON,
+    DeferredWork,
+    few,
+    read_by_deferred,
+    wait_for_deferred,
+)
 from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
 from cotrain_compile.backends.lifecycle.one_home import (
     memory_of,
@@ -30,7 +36,7 @@ from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.distribute.agree import ALONE, Together
 from cotrain_compile.errors import ExchangeFailed, StepFailed
-from cotrain_compile.graph import StepGraph, returned_values, writes
+from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.graph.random_ops import generators_in
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import PlannedStep
@@ -43,7 +49,7 @@ from cotrain_compile.runtime.emulated import in_dry_run
 from cotrain_compile.runtime.host.speculation import Gate
 from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
-from cotrain_compile.runtime.task_nodes import Offload, region_calls, view_of
+from cotrain_compile.runtime.task_nodes import Offload, view_of
 
 
 class CompiledStep(PlannedStep):
@@ -96,7 +102,7 @@ class CompiledStep(PlannedStep):
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
-        self._copied_inputs = _read_by_deferred(graph, plan)
+        self._copied_inputs = read_by_deferred(graph, plan)
         self._draws = bool(generators_in(graph.module.graph))
         self._gradients_on_host = [
             position
@@ -386,21 +392,3 @@ class CompiledStep(PlannedStep):
 
 def _ignore(peak_bytes: Mapping[Tier, int]) -> None:
     """Nobody wants to know."""
-
-
-def _read_by_deferred(graph: StepGraph, plan: Plan) -> list[int]:
-    """Positions of the inputs that a deferred update reads and the user may change meanwhile.
-
-    Such as a learning rate that is a tensor: the update takes a copy, of the value in its step.
-    """
-    deferred = {task.name for task in plan.deferred}
-    read: set[str] = set()
-    for node, call in region_calls(graph.module.graph):
-        if call.launch.task in deferred:
-            read.update(source.name for source in node.all_input_nodes)
-    written = {destination.name for _, destination, _ in writes(graph.module.graph)}
-    return [
-        position
-        for position, item in enumerate(graph.inputs)
-        if item.node in read - written and item.role in (Role.HYPERPARAMETER, Role.CONSTANT)
-    ]

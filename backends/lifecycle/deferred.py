@@ -23,9 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cotrain_compile.backends.eager.calls import Write
+from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import StepFailed
+from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.lanes import Task, is_lane_thread
+from cotrain_compile.runtime.task_nodes import region_calls
 
 # What has state that a step updates.
 Owner = nn.Module | Optimizer
@@ -277,3 +281,21 @@ class PartialUpdate:
 def few(names: Sequence[str]) -> str:
     """The first of `names`, for a message."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def read_by_deferred(graph: StepGraph, plan: Plan) -> list[int]:
+    """Positions of the inputs that a deferred update reads and the user may change meanwhile.
+
+    Such as a learning rate that is a tensor: the update takes a copy, of the value in its step.
+    """
+    deferred = {task.name for task in plan.deferred}
+    read: set[str] = set()
+    for node, call in region_calls(graph.module.graph):
+        if call.launch.task in deferred:
+            read.update(source.name for source in node.all_input_nodes)
+    written = {destination.name for _, destination, _ in writes(graph.module.graph)}
+    return [
+        position
+        for position, item in enumerate(graph.inputs)
+        if item.node in read - written and item.role in (Role.HYPERPARAMETER, Role.CONSTANT)
+    ]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,65 @@ def counted_bytes() -> int:
     raise OSError("no cgroup counts the memory of this process")
 
 
+@dataclass
+class Seconds:
+    """What each round took: the step, its updates, and the same bytes by other means."""
+
+    step: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    by_hand: list[float] = field(default_factory=list)
+    swappers: dict[str, list[float]] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, Any]:
+        """The medians, and each round."""
+        pairs = list(zip(self.raw, self.updates, self.predicted, strict=True))
+        return {
+            "step_s": statistics.median(self.step),
+            "updates_s": statistics.median(self.updates),
+            "raw_s": statistics.median(self.raw),
+            "by_hand_s": statistics.median(self.by_hand),
+            "deepspeed_s": {name: statistics.median(s) for name, s in self.swappers.items()},
+            "of_raw_rate": statistics.median(raw / own for raw, own, _ in pairs),
+            "predicted_updates_s": statistics.median(self.predicted),
+            "predicted_over_measured": statistics.median(told / own for _, own, told in pairs),
+            "rounds": [
+                {"step_s": step, "updates_s": own, "raw_s": raw, "predicted_updates_s": told}
+                for step, (raw, own, told) in zip(self.step, pairs, strict=True)
+            ],
+        }
+
+
+def rounds_of(training: Training, folder: Path, rounds: int, say: Callable[[str], None]) -> Seconds:
+    """So many steps, each beside the other ways to move the same bytes."""
+    compiled = cotrain_compile.inspect(training.step)
+    plan, dataflow = compiled.plan, compiled.problem.dataflow
+    scratch = [[StateFile(folder, file.nbytes) for file in each] for each in training.files]
+    rooms = Rooms(update_room_bytes(dataflow, plan.placement))
+    raw_s(scratch, rooms)  # what was never written is not read from the drive
+    module = async_io()
+    found = Seconds(swappers={name: [] for name in SETTINGS if module is not None})
+    for number in range(1, rounds + 1):
+        began_s = time.perf_counter()
+        training.train(number)
+        found.step.append(time.perf_counter() - began_s)
+        assert compiled.measured is not None
+        found.updates.append(updating_s(compiled.measured))
+        found.raw.append(raw_s(scratch, rooms))
+        found.predicted.append(predicted_s(compiled.problem, plan, folder))
+        if number % 2:
+            found.by_hand.append(by_hand_s(scratch))
+        for name, each_s in found.swappers.items():
+            with Swapper(module, folder, len(scratch), WIDTH * WIDTH, SETTINGS[name]) as swapper:
+                each_s.append(swapper.update_s())
+        say(
+            f"step {found.step[-1]:.2f} s, updates {found.updates[-1]:.2f} s, "
+            f"raw {found.raw[-1]:.2f} s"
+        )
+    return found
+
+
 def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All figures of one training on disk, and its comparison with one in memory."""
     before = counted_bytes()
@@ -180,55 +239,20 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
     )
     training.train(0)
     with Resident() as resident:
-        compiled = cotrain_compile.inspect(training.step)
-        plan, dataflow = compiled.plan, compiled.problem.dataflow
-        own = training.files
-        scratch = [[StateFile(folder, file.nbytes) for file in each] for each in own]
-        rooms = Rooms(update_room_bytes(dataflow, plan.placement))
-        raw_s(scratch, rooms)  # what was never written is not read from the drive
-        module = async_io()
-        swap_s: dict[str, list[float]] = {name: [] for name in SETTINGS if module is not None}
-        step_s, update_s, plain_s, hand_s, now_s = [], [], [], [], []
-        for number in range(1, rounds + 1):
-            began_s = time.perf_counter()
-            training.train(number)
-            step_s.append(time.perf_counter() - began_s)
-            assert compiled.measured is not None
-            update_s.append(updating_s(compiled.measured))
-            plain_s.append(raw_s(scratch, rooms))
-            now_s.append(predicted_s(compiled.problem, plan, folder))
-            if number % 2:
-                hand_s.append(by_hand_s(scratch))
-            for name, each_s in swap_s.items():
-                with Swapper(module, folder, len(own), WIDTH * WIDTH, SETTINGS[name]) as swapper:
-                    each_s.append(swapper.update_s())
-            say(f"step {step_s[-1]:.2f} s, updates {update_s[-1]:.2f} s, raw {plain_s[-1]:.2f} s")
+        compiled, own = cotrain_compile.inspect(training.step), training.files
+        figures = rounds_of(training, folder, rounds, say).figures()
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for number in range(rounds + 1, STEPS):
             training.train(number)
-    moved = 2 * sum(file.nbytes for each in own for file in each)
-    del scratch, rooms
     torch._dynamo.reset()
     pairs = zip(training.tensors, in_memory(max(STEPS, rounds + 1)), strict=True)
-    updates_s, drive_s = statistics.median(update_s), statistics.median(plain_s)
-    at_first_s = updating_s(plan.predicted)
     assert compiled.measured is not None
-    peaks = compiled.measured.peak_bytes
-    return {
-        "bytes_moved_a_step": moved,
+    plan, peaks = compiled.plan, compiled.measured.peak_bytes
+    return figures | {
+        "bytes_moved_a_step": 2 * sum(file.nbytes for each in own for file in each),
         "parameters_on_disk": len(own),
         "piece_bytes": PIECE_BYTES,
-        "step_s": statistics.median(step_s),
-        "updates_s": updates_s,
-        "raw_s": drive_s,
-        "by_hand_s": statistics.median(hand_s),
-        "deepspeed_s": {name: statistics.median(each_s) for name, each_s in swap_s.items()},
-        "of_raw_rate": statistics.median(a / b for a, b in zip(plain_s, update_s, strict=True)),
-        "predicted_at_first_s": at_first_s,
-        "predicted_updates_s": statistics.median(now_s),
-        "predicted_over_measured": statistics.median(
-            a / b for a, b in zip(now_s, update_s, strict=True)
-        ),
+        "predicted_at_first_s": updating_s(plan.predicted),
         "equal_after_steps": max(STEPS, rounds + 1),
         "are_equal": all(torch.equal(a, b) for a, b in pairs),
         "host_budget_bytes": plan.budgets[Tier.HOST],
@@ -237,10 +261,6 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         "device_peak_bytes": peaks[Tier.DEVICE],
         "cgroup_bytes_more": resident.most - before,
         "load_a_core": load,
-        "rounds": [
-            {"step_s": a, "updates_s": b, "raw_s": c, "predicted_updates_s": d}
-            for a, b, c, d in zip(step_s, update_s, plain_s, now_s, strict=True)
-        ],
     }
 
 

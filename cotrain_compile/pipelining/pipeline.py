@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError
-from cotrain_compile.pipelining.cut import cut, keep, try_out, visits
+from cotrain_compile.pipelining.cut import StagePart, cut, keep, try_out, visits
 from cotrain_compile.pipelining.gathered import GatheredStages
 from cotrain_compile.pipelining.grid import Grid, divide, hand_over, share
 from cotrain_compile.pipelining.memory import StageMemory, fit_whole, stage_memory
@@ -239,10 +241,10 @@ def pipeline(
     samples = (*batch, target)
     same = compared(model, read, loss_fn, samples)
     ranks.make(lambda: _refuse_other_batch(samples, read), same)
-    splits = tensor_plan or {}
-    made = ranks.make(
-        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits, sequence)
+    making = _Making(
+        model, read, loss_fn, samples, options or {}, ranks, grid, tensor_plan or {}, sequence
     )
+    made = ranks.make(making.made)
     made.begin_alike()
     return made
 
@@ -268,45 +270,84 @@ def read_plan(path: str | os.PathLike[str], strategy: str | None = None) -> Stag
     return known[name]
 
 
-def _made(
-    model: nn.Module,
-    plan: StagePlan,
-    loss_fn: LossFunction,
-    batch: Sequence[torch.Tensor],
-    options: Mapping[str, Any],
-    together: StageRanks,
-    grid: Grid,
-    tensor_plan: Mapping[str, ParallelStyle],
-    sequence: bool,
-) -> Pipeline:
-    ranks, rank = grid.ranks, grid.rank
-    schedule_class(plan.schedule, plan.stages, ranks)
-    *micro_batch, target = (tensor[: plan.micro_batch].clone() for tensor in batch)
-    found = visits(model, plan.split_points, micro_batch)
-    own = range(rank, plan.stages, ranks)
-    parts = [cut(model, plan.split_points, found, stage) for stage in own]
-    for part in parts:
-        try_out(part, micro_batch)
-    keep(model, plan.split_points, found, set(own))
-    modules = [part.module for part in parts]
-    divide(modules, plan, grid, tensor_plan)
-    once = grid.shard is not None and fit_whole(parts, plan, options, grid.shard.size())
-    gathered = share(modules, grid, once=once)
-    homes = {} if gathered is None else gathered.homes
-    hand_over(model, modules, homes)
-    if sequence and grid.tensor is not None:
+@dataclass(frozen=True)
+class _Making:
+    """What a rank makes its `Pipeline` of: what `pipeline` was given, and who takes part."""
+
+    model: nn.Module
+    plan: StagePlan
+    loss_fn: LossFunction
+    batch: Sequence[torch.Tensor]
+    options: Mapping[str, Any]
+    together: StageRanks
+    grid: Grid
+    tensor_plan: Mapping[str, ParallelStyle]
+    sequence: bool
+
+    def made(self) -> Pipeline:
+        """The stages of this rank, compiled, under torch's schedule."""
+        plan, ranks = self.plan, self.grid.ranks
+        schedule_class(plan.schedule, plan.stages, ranks)
+        parts = self._parts()
+        gathered = self._shared(parts)
+        gradients = Gradients(self.model)
+        gradients.attach()
+        homes = () if gathered is None else gathered.homes.values()
+        memory = stage_memory(parts, plan, self.options, homes)
+        stages = [self._stage(place, part, memory, gathered) for place, part in enumerate(parts)]
+        memory.set_up_is_done()
+        if gathered is not None:
+            gathered.leave()
+        gradients.detach()
+        if dist.get_world_size() > 1:
+            refuse_norms_of_parts(self.model.parameters())
+        schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
+        own = plan, stages, schedule, gradients, memory
+        return Pipeline(*own, self.together, self.grid, gathered)
+
+    @property
+    def _own(self) -> range:
+        """The numbers of this rank's stages."""
+        return range(self.grid.rank, self.plan.stages, self.grid.ranks)
+
+    @cached_property
+    def _micro_batch(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What the model takes of one, and its target."""
+        *taken, target = (tensor[: self.plan.micro_batch].clone() for tensor in self.batch)
+        return taken, target
+
+    def _parts(self) -> list[StagePart]:
+        """The parts of the model that are this rank's stages; it keeps no others."""
+        points, (micro_batch, _) = self.plan.split_points, self._micro_batch
+        found = visits(self.model, points, micro_batch)
+        parts = [cut(self.model, points, found, stage) for stage in self._own]
         for part in parts:
-            part.divide_tokens(grid.tensor.size())
             try_out(part, micro_batch)
-    device = next(model.parameters()).device
-    gradients = Gradients(model)
-    gradients.attach()
-    memory = stage_memory(parts, plan, options, homes.values())
-    stages = []
-    for place, (number, part) in enumerate(zip(own, parts, strict=True)):
+        keep(self.model, points, found, set(self._own))
+        return parts
+
+    def _shared(self, parts: Sequence[StagePart]) -> GatheredStages | None:
+        """Divide the parameters of `parts` over the ranks of a stage; what gathers them, if any."""
+        plan, grid = self.plan, self.grid
+        modules = [part.module for part in parts]
+        divide(modules, plan, grid, self.tensor_plan)
+        once = grid.shard is not None and fit_whole(parts, plan, self.options, grid.shard.size())
+        gathered = share(modules, grid, once=once)
+        hand_over(self.model, modules, {} if gathered is None else gathered.homes)
+        if self.sequence and grid.tensor is not None:
+            for part in parts:
+                part.divide_tokens(grid.tensor.size())
+                try_out(part, self._micro_batch[0])
+        return gathered
+
+    def _stage(
+        self, place: int, part: StagePart, memory: StageMemory, gathered: GatheredStages | None
+    ) -> TurnStage:
+        """The stage at `place` among this rank's, its turns compiled and run dry."""
+        plan, grid, (micro_batch, target) = self.plan, self.grid, self._micro_batch
         turns = Turns(
             part,
-            loss_fn,
+            self.loss_fn,
             1.0 / (plan.micro_batches * grid.summed),
             grid.sharing,
             memory.of_forward(part),
@@ -315,27 +356,16 @@ def _made(
         )
         turns.dry_run(micro_batch, target)
         memory.require_whole(part, turns.functions)
-        result = torch.empty((), device="meta")
-        stages.append(
-            TurnStage(
-                turns,
-                number,
-                plan.stages,
-                device,
-                micro_batch,
-                result,
-                grid.group,
-                in_turn=plan.stages > ranks,
-            )
+        return TurnStage(
+            turns,
+            self._own[place],
+            plan.stages,
+            next(self.model.parameters()).device,
+            micro_batch,
+            torch.empty((), device="meta"),
+            grid.group,
+            in_turn=plan.stages > grid.ranks,
         )
-    memory.set_up_is_done()
-    if gathered is not None:
-        gathered.leave()
-    gradients.detach()
-    if dist.get_world_size() > 1:
-        refuse_norms_of_parts(model.parameters())
-    schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
-    return Pipeline(plan, stages, schedule, gradients, memory, together, grid, gathered)
 
 
 def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:

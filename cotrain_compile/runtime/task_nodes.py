@@ -174,13 +174,6 @@ def start_of(node: fx.Node) -> TaskStart | None:
     return None if isinstance(view, Wait | WaitPrevious) else view
 
 
-def task_name(node: fx.Node) -> str:
-    """The name of the task that `node`, which is none of an op, starts."""
-    start = start_of(node)
-    assert start is not None, f"{node} starts no task"
-    return start.launch.task
-
-
 def region_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, RegionCall]]:
     """The nodes that run subgraphs on the host, in their order."""
     for node in graph.find_nodes(op="call_function", target=host_region):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import cotrain_compile
@@ -24,6 +24,7 @@ from cotrain_compile.entry.planner import Planner
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
+from cotrain_compile.runtime.task_nodes import start_of
 
 Step = Callable[..., Any]
 Batch = tuple[Tensor, ...]
@@ -346,6 +347,13 @@ def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
         mock.patch.object(pipeline, "AfterDryRun", _first_only),
     ):
         yield
+
+
+def task_name(node: fx.Node) -> str:
+    """The name of the task that `node`, which is none of an op, starts."""
+    start = start_of(node)
+    assert start is not None, f"{node} starts no task"
+    return start.launch.task
 
 
 def all_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

@@ -42,9 +42,9 @@ from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder
 from cotrain_compile.cluster.pipeline.pipeline import (
     Batches,
     PipelinePlan,
-    SharedStages,
     plans_at,
 )
+from cotrain_compile.cluster.pipeline.shared_stages import SharedStages
 from cotrain_compile.cluster.steps.stage_step import Ring
 from cotrain_compile.machine import NETWORK, Machine, Network
 

@@ -27,10 +27,9 @@ from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.ops import TASKS
 from cotrain_compile.runtime.ops import cotrain as ops
-from cotrain_compile.runtime.task_nodes import task_name
 from tests.support.captured_steps import TRAININGS, captured, differences, reference
 from tests.support.plans.random_plans import random_plan
-from tests.support.steps import CASES, OPTIMIZERS, Step, cotrain, make_step
+from tests.support.steps import CASES, OPTIMIZERS, Step, cotrain, make_step, task_name
 
 
 class Interpreted:

@@ -16,12 +16,13 @@ import cotrain_compile
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from tests.support.closeness import gap
+from tests.support.fuzz.fuzz_checks import allowed_graphs, checked_refusal
 from tests.support.fuzz.fuzz_compare import Broken, Left, compare, nudge
 from tests.support.fuzz.fuzz_coverage import figures, newest, tried_by
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
 from tests.support.fuzz.fuzz_layouts import LAYOUTS
-from tests.support.fuzz.fuzz_run import allowed_graphs, checked_refusal, run
+from tests.support.fuzz.fuzz_run import run
 from tests.support.fuzz.fuzz_specs import (
     LoopSpec,
     ModelSpec,

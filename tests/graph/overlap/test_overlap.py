@@ -23,11 +23,11 @@ from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.ops import cotrain as ops
-from cotrain_compile.runtime.task_nodes import task_name
 from tests.graph.runtime.test_modes import LONG_ONLY, plan_with
 from tests.support.captured_steps import TRAININGS, captured, differences, place, reference
 from tests.support.plans.overlapping_plans import overlapping
 from tests.support.plans.random_plans import random_plan
+from tests.support.steps import task_name
 
 
 def slow_machine() -> Machine:

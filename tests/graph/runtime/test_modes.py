@@ -28,7 +28,6 @@ from cotrain_compile.plan import HostRegion, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import TASKS, Launch
 from cotrain_compile.runtime.ops import cotrain as ops
-from cotrain_compile.runtime.task_nodes import task_name
 from tests.support.captured_steps import (
     TRAININGS,
     Captured,
@@ -38,6 +37,7 @@ from tests.support.captured_steps import (
     reference,
 )
 from tests.support.plans.random_plans import last_moment_plan, random_plan
+from tests.support.steps import task_name
 
 LONG_ONLY = ("llama", "muon", "t5")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile import files
-from cotrain_compile.entry.choose_plan import cached
+from cotrain_compile.entry.plan_cache import cached
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cotrain_compile.dataflow import Job
-from cotrain_compile.entry import choose_plan
-from cotrain_compile.entry.choose_plan import cached, digest_of
+from cotrain_compile.entry import plan_cache
+from cotrain_compile.entry.plan_cache import cached, digest_of
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
@@ -125,7 +125,7 @@ def test_the_plans_used_last_stay(
         (kept,) = folder.glob(f"{digest_of(problem, settings)}-*")
         os.utime(kept, (used_at, used_at))
     cached(problem, first, never)
-    monkeypatch.setattr(choose_plan, "MOST_BYTES", int(2.5 * kept.stat().st_size))
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(2.5 * kept.stat().st_size))
     cached(problem, third, solved(problem))
     cached(problem, first, never)
     with pytest.raises(AssertionError, match="looked for"):
