@@ -7,6 +7,7 @@ device meanwhile, and what is found about an order holds for all of these.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,17 +60,22 @@ class OpOrder:
         """
         found: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
-            begun = self.slot[op.awaits] if op.awaits else index
+            if op.awaits:
+                self._touch_since(self.slot[op.awaits], index, found)
+                continue
             for name in op.touched:
-                slots = found.get(name)
-                if slots is None:
-                    found[name] = [index]
-                elif begun == index:
-                    slots.append(index)
+                if name in found:
+                    found[name].append(index)
                 else:
-                    first = max(begun, slots[-1] + 1) if slots[-1] >= begun else index
-                    slots.extend(range(first, index + 1))
+                    found[name] = [index]
         return found
+
+    def _touch_since(self, begun: int, index: int, found: dict[str, list[int]]) -> None:
+        """The op in slot `index` awaits what has `begun`."""
+        for name in self.ops[index].touched:
+            slots = found.setdefault(name, [])
+            first = max(begun, slots[-1] + 1) if slots and slots[-1] >= begun else index
+            slots.extend(range(first, index + 1))
 
     @cached_property
     def work(self) -> list[float]:
@@ -97,7 +103,14 @@ class OpOrder:
     @cached_property
     def at_uses(self) -> list[tuple[Instance, ...]]:
         """The same for each of the buffers."""
-        return [self.at_its_uses(buffer) for buffer in self.buffers]
+        touches, found = self.touches, list[tuple[Instance, ...]]()
+        for buffer in self.buffers:
+            touched = touches.get(buffer.name)
+            if touched and not (buffer.is_input or buffer.is_output):  # as most are
+                found.append((Instance(buffer, touched[0], touched[-1] + 1, -1),))
+            else:
+                found.append(self.at_its_uses(buffer))
+        return found
 
     @cached_property
     def unmoved(self) -> list[tuple[Instance, ...]]:
@@ -129,31 +142,34 @@ class OpOrder:
 
         It is the same one on every machine, so that what a step needs at the least is, too.
         """
-        gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
-        return max(gaps, key=self._work_in, default=None)
+        work, longest, most = self.work, None, -math.inf
+        for a, b in pairwise(touched):
+            if b > a + 1 and (inside := work[b] - work[a + 1]) > most:
+                longest, most = (a, b), inside
+        return longest
 
     def gaps_behind(self, name: str, first: Gap) -> list[Gap]:
         """The gaps between touches of a buffer behind its `first` one, none where it is written.
 
         What was sent in the first one is still there to be fetched.
         """
-        touched = self.touches[name]
-        if self.written.get(name, -1) > first[0]:
-            return []
-        behind = touched[bisect_left(touched, first[1]) :]
-        return [(a, b) for a, b in pairwise(behind) if b > a + 1]
+        return [(a, b) for a, b in pairwise(self._unwritten_behind(name, first)) if b > a + 1]
 
     def offloaded_gaps(self, name: str) -> tuple[Gap, ...]:
         """The longest gap of a buffer, and the longest one behind it, as far as there are any."""
-        if name not in self._offloaded_gaps:
+        found = self._offloaded_gaps.get(name)
+        if found is None:
             first = self.longest_gap(self.touches.get(name, ()))
-            behind = self.gaps_behind(name, first) if first is not None else []
-            second = sorted(behind, key=lambda gap: -self._work_in(gap))[:1]
-            self._offloaded_gaps[name] = (first, *second) if first is not None else ()
-        return self._offloaded_gaps[name]
+            second = first and self.longest_gap(self._unwritten_behind(name, first))
+            found = self._offloaded_gaps[name] = tuple(gap for gap in (first, second) if gap)
+        return found
 
-    def _work_in(self, gap: Gap) -> float:
-        return self.work[gap[1]] - self.work[gap[0] + 1]
+    def _unwritten_behind(self, name: str, first: Gap) -> list[int]:
+        """The touches of a buffer from the end of its `first` gap, none where it is written."""
+        if self.written.get(name, -1) > first[0]:
+            return []
+        touched = self.touches[name]
+        return touched[bisect_left(touched, first[1]) :]
 
 
 @remembered_last(KEPT)

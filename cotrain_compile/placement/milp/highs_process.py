@@ -28,6 +28,7 @@ from cotrain_compile.placement.milp.highs_worker import packed, received
 from cotrain_compile.placement.milp.linear import Floats, LinearProgram
 
 NOTHING: Mapping[int, float] = MappingProxyType({})
+NO_END_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class SolverAnswer:
     objective: float
     bound: float
     done: Mapping[str, int]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether HiGHS was given up."""
+        return self.status == highs_worker.STUCK
 
     @property
     def is_optimal(self) -> bool:
@@ -67,12 +73,14 @@ def solve_elsewhere(
     whole: bool = True,
     fixed: Mapping[int, float] = NOTHING,
     start: Mapping[int, float] = NOTHING,
+    patience_s: float = NO_END_S,
 ) -> SolverAnswer:
     """HiGHS' answer for `program`, where some columns are `fixed`, by number.
 
     `start` is what some of them can be together. `limits` are how many "pivots" and "barrier_steps"
-    a program may take, or one with whole columns "checks"; without `whole` it has none. Raises
-    RuntimeError where HiGHS fails, or is ended by a `Stop`.
+    a program may take, or one with whole columns "checks"; without `whole` it has none. HiGHS
+    is given up after `patience_s` of a processor. Raises RuntimeError where it fails, or is ended
+    by a `Stop`.
     """
     matrix = program.matrix
     lower, upper = matrix.col_lower.copy(), matrix.col_upper.copy()
@@ -81,6 +89,7 @@ def solve_elsewhere(
     message = {
         "options": dict(options),
         **limits,
+        "patience_s": patience_s,
         **{field.name: getattr(matrix, field.name) for field in fields(matrix)},
         "col_lower": lower,
         "col_upper": upper,

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +21,19 @@ import numpy as np
 
 IDLE_S = 60.0
 LARGE_ROWS = 1000
+SHORTEST_S = 0.05  # between two looks at the processor's time
+# What HiGHS has not come back from says nothing of the program.
+STUCK = "stuck"
+NO_ANSWER = {
+    "status": STUCK,
+    "has_values": False,
+    "objective": math.inf,
+    "dual_bound": -math.inf,
+    "pivots": 0,
+    "barrier_steps": 0,
+    "checks": 0,
+    "col_value": np.empty(0),
+}
 
 Message = Mapping[str, Any]
 
@@ -153,6 +167,36 @@ def _listen(programs: SimpleQueue[dict[str, Any]]) -> None:
         os._exit(0)
 
 
+class _Answer:
+    """The one answer to a program: HiGHS', or that it is stuck, after which the process ends.
+
+    Of a badly scaled program HiGHS may repeat one pivot for ever, where none of its limits but that
+    of the clock ends it. The processor's time, unlike that, is the same beside any load.
+    """
+
+    def __init__(self, answers: Any, patience_s: float) -> None:
+        self._answers, self._lock, self._is_there = answers, threading.Lock(), threading.Event()
+        self._end_s = time.process_time() + patience_s
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def give(self, answer: Message) -> None:
+        """This is it."""
+        with self._lock:
+            self._is_there.set()
+            self._answers.write(packed(answer))
+            self._answers.flush()
+
+    def _watch(self) -> None:
+        while (left_s := self._end_s - time.process_time()) > 0.0:
+            if self._is_there.wait(max(left_s, SHORTEST_S)):
+                return
+        with self._lock:
+            if not self._is_there.is_set():
+                self._answers.write(packed(NO_ANSWER))
+                self._answers.flush()
+                os._exit(0)
+
+
 def main() -> None:
     """Solve what comes, until nothing does."""
     answers = os.fdopen(os.dup(1), "wb")
@@ -164,12 +208,11 @@ def main() -> None:
             program = programs.get(timeout=IDLE_S)
         except Empty:
             os._exit(0)
+        answer = _Answer(answers, program["patience_s"])
         try:
-            answer = solved(program)
+            answer.give(solved(program))
         except Exception as error:  # told by the process that asked
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(packed(answer))
-        answers.flush()
+            answer.give({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

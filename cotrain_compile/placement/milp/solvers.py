@@ -19,6 +19,8 @@ from cotrain_compile.placement.work import Allowance, SolverWork
 THREADS = 1
 # The part of the work for what a relaxation leaves undecided, where any good solution will do.
 ROUNDING = 0.4
+# HiGHS is given up after so many seconds of a processor, and so many more for each unit of work.
+FIRST_S, PATIENCE = 5.0, 10.0
 # The status of a program that was left at its bound.
 NOT_BETTER = "no better than what is known"
 # The status of one that has spent its work.
@@ -241,16 +243,21 @@ def _round(program: Program, choices: Sequence[Column], limits: SolverLimits) ->
 
 
 def _run_highs(program: Program, limits: SolverLimits, **how: Any) -> SolverAnswer:
-    """As `solve_elsewhere`, with its work."""
+    """As `solve_elsewhere`, with its work.
+
+    What HiGHS is stuck in is given up long after any other would be solved, and has spent it all.
+    """
     work, entries = limits.work, SolverWork(len(program.linear.matrix.value))
+    patience_s = FIRST_S + PATIENCE * work.left
     options = {
         "mip_rel_gap": limits.gap,
         "threads": THREADS,
         "random_seed": limits.seed,
         "time_limit": work.meter.guard_s,
     }
-    answer = solve_elsewhere(program.linear, options, entries.limits(work.left), **how)
-    work.meter.charge(entries.units(answer.done))
+    limits_of_each = entries.limits(work.left)
+    answer = solve_elsewhere(program.linear, options, limits_of_each, patience_s=patience_s, **how)
+    work.meter.charge(work.left if answer.is_stuck else entries.units(answer.done))
     return answer
 
 

@@ -106,30 +106,36 @@ class MemoryLedger:
 
     def short_of(self, gap: int, nbytes: int) -> int:
         """How much of `nbytes` more would not fit in `gap`; negative where there is room left."""
-        return int(self._gap_bytes[gap]) + self._held_bytes + nbytes - self.budget_bytes
+        return self._gap_bytes.item(gap) + self._held_bytes + nbytes - self.budget_bytes
 
     def op_fits(self, slot: int) -> bool:
         """Whether the op in `slot` may run with all that is held."""
-        return int(self._slot_bytes[slot]) + self._held_bytes <= self.budget_bytes
+        return self._slot_bytes.item(slot) + self._held_bytes <= self.budget_bytes
 
     def free_now(self, gap: int, reserved_bytes: int) -> int:
         """How much more fits around the op after `gap`, with `reserved_bytes` in gaps."""
         gaps: int = max(self._gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
-        return self.budget_bytes - self._held_bytes - max(int(self._slot_bytes[gap]), gaps)
+        return self.budget_bytes - self._held_bytes - max(self._slot_bytes.item(gap), gaps)
 
-    def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
-        """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""
+    def tight_until(self, gap: int, last_gap: int, nbytes: int) -> int:
+        """The last gap in which, or after which, there is no room for `nbytes` more; -1 if none is.
+
+        From `gap` to the op before `last_gap`, as planned. What is planned behind a gap only grows,
+        so that there is none in all gaps before that last one.
+        """
         room = self.budget_bytes - nbytes
         slots, gaps = self._slot_bytes[gap:last_gap], self._with_reserve[gap:last_gap]
-        return not len(slots) or bool(slots.max() <= room and gaps.max() <= room)
+        if not len(slots) or (slots.max() <= room and gaps.max() <= room):
+            return -1
+        return gap + int(np.flatnonzero((slots > room) | (gaps > room))[-1])
 
     def fits_in(self, gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit in the one `gap`, as planned and beside what is reserved."""
-        return int(self._with_reserve[gap]) + nbytes <= self.budget_bytes
+        return self._with_reserve.item(gap) + nbytes <= self.budget_bytes
 
     def fits_in_reserve(self, gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit in `gap` that may take what is reserved there."""
-        return int(self._gap_bytes[gap]) + nbytes <= self.budget_bytes
+        return self._gap_bytes.item(gap) + nbytes <= self.budget_bytes
 
 
 class Clock:
@@ -224,6 +230,7 @@ class Pending:
 
     `next_fetches` are fetched together next: the states, then a gradient that was offloaded.
     `still_to_come_bytes` is the room that it needs to run, beyond what it holds already.
+    `no_room_before` is a gap before which there is sure to be none for what is fetched next.
     """
 
     update: DeviceUpdate
@@ -240,6 +247,7 @@ class Pending:
     next_bytes: int = field(init=False)
     next_after: tuple[str, ...] = field(init=False)  # the tasks that these come after
     still_to_come_bytes: int = field(init=False)
+    no_room_before: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.note_fetched(0)
@@ -261,6 +269,7 @@ class Pending:
         self.next_fetches = tuple(fetch for fetch in rest if not fetch.after) or rest
         self.next_bytes = sum(fetch.nbytes for fetch in self.next_fetches)
         self.next_after = tuple(name for fetch in self.next_fetches for name in fetch.after)
+        self.no_room_before = 0
         rest_bytes = sum(fetch.nbytes for fetch in rest)
         self.still_to_come_bytes = self.update.workspace_bytes + rest_bytes
 

@@ -74,6 +74,7 @@ class ListScheduler:
             problem, moves, self.clock, self.tasks, self.offloads, by_use=tactics.by_use
         )
         self.fetches = deque(moves.fetches)
+        self.no_room_before = 0  # a gap before which there is sure to be none for the first of them
         self.upcoming = deque(with_deadlines(moves.device_updates, self.ledger, self.program.end))
         self.pending: list[Pending] = []
         # Heaps of them; what has run, or needs other bytes since, is left in one until it comes up.
@@ -315,7 +316,7 @@ class ListScheduler:
         """The fetches that the next op cannot do without."""
         gap = self.clock.gap
         while self.fetches and self.fetches[0].need <= gap:
-            fetch = self.fetches.popleft()
+            fetch = self._first_fetch()
             self._issue_fetch(fetch)
             self.ledger.plan(fetch.nbytes, gap, gap)
         self.host.return_due()
@@ -348,10 +349,13 @@ class ListScheduler:
         free_bytes = self.ledger.free_now(self.clock.gap, self._reserved())
         if self.fetches and self._may_fetch(self.fetches[0], until_s, free_bytes):
             choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
+        gap = self.clock.gap
         fetchable = (pending for pending in self.unfetched if pending.may_be_fetched)
         for pending in islice(fetchable, self.candidates):
+            if pending.still_to_come_bytes > free_bytes or gap < pending.no_room_before:
+                continue
             urgency_s = self.clock.until(pending.update.earliest + 1)
-            if self._may_fetch_states(pending, urgency_s, until_s, free_bytes):
+            if self._may_fetch_states(pending, urgency_s, until_s):
                 choices.append((urgency_s, partial(self._fetch_states, pending)))
                 break
         if update:
@@ -365,34 +369,37 @@ class ListScheduler:
         return True
 
     def _fetch_next(self) -> None:
-        fetch = self.fetches.popleft()
+        fetch = self._first_fetch()
         self.ledger.plan(fetch.nbytes, self.clock.gap, fetch.need)
         self._issue_fetch(fetch)
 
+    def _first_fetch(self) -> Fetch:
+        self.no_room_before = 0
+        return self.fetches.popleft()
+
     def _may_fetch(self, fetch: Fetch, until_s: float, free_bytes: int) -> bool:
         gap, need = self.clock.gap, fetch.need
-        if fetch.nbytes > free_bytes or self.clock.until(need) > self.lookahead_s:
+        if fetch.nbytes > free_bytes or gap < self.no_room_before:
             return False
-        if self.clock.ready(fetch.after) > until_s:
+        if self.clock.until(need) > self.lookahead_s or self.clock.ready(fetch.after) > until_s:
             return False
-        before = self.ledger.fits_before(gap, need, fetch.nbytes)
-        return before and self.ledger.fits_in(need, fetch.nbytes)
+        self.no_room_before = self.ledger.tight_until(gap, need, fetch.nbytes)
+        return self.no_room_before < 0 and self.ledger.fits_in(need, fetch.nbytes)
 
-    def _may_fetch_states(
-        self, pending: Pending, urgency_s: float, until_s: float, free_bytes: int
-    ) -> bool:
-        if pending.still_to_come_bytes > free_bytes or urgency_s > self.lookahead_s:
-            return False
-        if self.clock.ready(pending.next_after) > until_s:
+    def _may_fetch_states(self, pending: Pending, urgency_s: float, until_s: float) -> bool:
+        if urgency_s > self.lookahead_s or self.clock.ready(pending.next_after) > until_s:
             return False
         gap, nbytes = self.clock.gap, pending.next_bytes
         # It is not sure to run before its deadline, so what is fetched must fit until there.
         last_gap = max(pending.deadline, gap)
         if not self.ledger.fits_in_reserve(last_gap, pending.still_to_come_bytes):
+            pending.no_room_before = last_gap
             return False
         rest = max(pending.still_to_come_bytes - nbytes, self._still_to_come_beside(pending))
-        at_deadline = self.ledger.fits_in_reserve(last_gap, rest + nbytes)
-        return at_deadline and self.ledger.fits_before(gap, last_gap, nbytes)
+        if not self.ledger.fits_in_reserve(last_gap, rest + nbytes):
+            return False
+        pending.no_room_before = self.ledger.tight_until(gap, last_gap, nbytes)
+        return pending.no_room_before < 0
 
 
 def _note_room(heap: Heap, pending: Pending) -> None:

@@ -45,6 +45,7 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
     tiny ones offloaded.
     """
     least_bytes = SMALLEST * budget_bytes
+    problem = problem.under(placement)
     everything = with_all_offloaded(problem, placement, least_bytes)
     offloaded, again = set(everything.offloaded), set(everything.refetched)
     moves = moves_of(problem, everything)

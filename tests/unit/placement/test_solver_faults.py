@@ -15,7 +15,11 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp import solvers
-from cotrain_compile.placement.milp.highs_process import SolverAnswer, solve_elsewhere
+from cotrain_compile.placement.milp.highs_process import (
+    SolverAnswer,
+    end_waiting,
+    solve_elsewhere,
+)
 from cotrain_compile.placement.milp.linear import LinearProgram, summed
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
@@ -47,6 +51,18 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
     for name in ("highs", "cbc"):
         monkeypatch.setitem(solvers._SOLVE, name, fail)
+
+
+def test_what_highs_does_not_come_back_from_is_given_up() -> None:
+    """HiGHS may repeat one pivot for ever; the next program is solved by another process."""
+    program = LinearProgram()
+    few = program.column("x", 0, 3, is_whole=True)
+    program.objective = -few
+    end_waiting()
+    given_up = solve_elsewhere(program, {}, UNLIMITED, patience_s=0.0)
+    assert given_up.is_stuck
+    assert given_up.values is None
+    assert solve_elsewhere(program, {}, UNLIMITED).is_optimal
 
 
 def test_a_program_may_ask_for_other_threads_than_the_one_before() -> None:
