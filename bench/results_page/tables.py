@@ -150,7 +150,7 @@ def simulated_vs_measured(result: Result) -> str:
 
 
 # Of classes of ops.
-_CLASSES_TOLD = 12
+_CLASSES_TOLD = 8
 
 
 def processor_steps(result: Result) -> str:
@@ -171,7 +171,7 @@ def processor_steps(result: Result) -> str:
     return (
         f"{markdown(('step', 'measured', *ways), rows)}\n\n"
         f"Predicted over measured, in processor time of one core. Off in the median: {off}. By "
-        f"calibration, of the classes of op that took longest in all steps: {classes}.\n"
+        f"calibration, of the classes of op that took longest: {classes}.\n"
     )
 
 

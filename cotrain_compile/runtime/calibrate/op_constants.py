@@ -24,9 +24,9 @@ from cotrain_compile.machine.op_classes import IN_A_ROW, VIEW, OpKind
 from cotrain_compile.machine.parts import MOST_FACTOR
 from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes
 from cotrain_compile.runtime.calibrate.op_pieces import (
-    Piece,
-    Values,
-    Work,
+    CallWork,
+    OpCalls,
+    Operands,
     attention_pieces,
     convolution_pieces,
     memory_pieces,
@@ -35,7 +35,7 @@ from cotrain_compile.runtime.calibrate.op_pieces import (
 )
 from cotrain_compile.runtime.calibrate.op_rates import least_row_s, least_view_s
 
-_SHAPES: Mapping[Callable[..., Iterator[Piece]], Sequence[tuple[int, ...]]] = {
+_SHAPES: Mapping[Callable[..., Iterator[OpCalls]], Sequence[tuple[int, ...]]] = {
     # Of what is limited by memory from 4 KiB to 8 MiB.
     memory_pieces: ((64, 8), (512, 64), (2048, 256), (4096, 512)),
     product_pieces: (
@@ -67,7 +67,7 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class Point:
+class Taken:
     """What a call took, and what the rates allow."""
 
     roofline_s: float
@@ -81,10 +81,10 @@ def constants_of(bench: Bench, tier: TierSpec, device: torch.device, sizes: Size
     """
     pieces = [*_pieces(device, sizes)]
     works = [work_of(piece) for piece in pieces]
-    by_class: dict[str, dict[object, list[Point]]] = {}
+    by_class: dict[str, dict[object, list[Taken]]] = {}
     for piece, work, seconds in zip(pieces, works, _seconds(bench, pieces, sizes), strict=True):
         found = by_class.setdefault(work.classes[0], {}).setdefault(piece.size, [])
-        found.append(Point(_roofline_s(work, tier), seconds))
+        found.append(Taken(_roofline_s(work, tier), seconds))
     lines = {name: line([*map(_mean, found.values())]) for name, found in by_class.items()}
     doubted = {name: each for name, each in lines.items() if not _is_believed(*each)}
     known = {name: each for name, each in lines.items() if name not in doubted}
@@ -105,10 +105,10 @@ def constants_of(bench: Bench, tier: TierSpec, device: torch.device, sizes: Size
     )
 
 
-def _mean(points: Sequence[Point]) -> Point:
+def _mean(points: Sequence[Taken]) -> Taken:
     """Of calls of one size: a step has all of them."""
     count = len(points)
-    return Point(
+    return Taken(
         sum(each.roofline_s for each in points) / count,
         sum(each.seconds for each in points) / count,
     )
@@ -118,16 +118,16 @@ def _is_believed(start_s: float, factor: float) -> bool:
     return 1 / MOST_FACTOR <= factor <= MOST_FACTOR and start_s < 1.0
 
 
-def _roofline_s(work: Work, tier: TierSpec) -> float:
+def _roofline_s(work: CallWork, tier: TierSpec) -> float:
     """Seconds by the rates alone, as `analysis.costs` has them."""
     return max(work.flops / tier.flops_per_s_of(work.dtype), work.nbytes / tier.bytes_per_s)
 
 
-def _pieces(device: torch.device, sizes: Sizes) -> Iterator[Piece]:
+def _pieces(device: torch.device, sizes: Sizes) -> Iterator[OpCalls]:
     """In float32 and bfloat16, and products in float64, whose bytes are like others'."""
     longest = _LENGTHS_OF_A_SIDE * sizes.matmul_side
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        values = Values(device, dtype)
+        values = Operands(device, dtype)
         for made, shapes in _SHAPES.items():
             if dtype is not torch.float64 or made is product_pieces:
                 for shape in shapes:
@@ -135,7 +135,7 @@ def _pieces(device: torch.device, sizes: Sizes) -> Iterator[Piece]:
                         yield from (replace(piece, size=shape) for piece in made(values, *shape))
 
 
-def _seconds(bench: Bench, pieces: Sequence[Piece], sizes: Sizes) -> Iterator[float]:
+def _seconds(bench: Bench, pieces: Sequence[OpCalls], sizes: Sizes) -> Iterator[float]:
     """Of one call of each: the lower quartile of rounds in which each has a turn."""
     turns: list[list[float]] = [[] for _ in pieces]
     kept: deque[Any] = deque(maxlen=_KEPT)
@@ -150,7 +150,7 @@ def _seconds(bench: Bench, pieces: Sequence[Piece], sizes: Sizes) -> Iterator[fl
         yield sorted(found)[len(found) // 4]
 
 
-def _turn_s(bench: Bench, piece: Piece, kept: deque[Any]) -> float:
+def _turn_s(bench: Bench, piece: OpCalls, kept: deque[Any]) -> float:
     """Of one call among several; the first of them brings the code into the caches.
 
     Results are `kept` for a while, as in a step: each is in memory that no cache holds.
@@ -165,7 +165,7 @@ def _turn_s(bench: Bench, piece: Piece, kept: deque[Any]) -> float:
     return bench.seconds(calls) / _CALLS
 
 
-def line(points: Sequence[Point]) -> tuple[float, float]:
+def line(points: Sequence[Taken]) -> tuple[float, float]:
     """The start, in seconds, and the factor that come nearest to all, by what each is off.
 
     Neither is below 0. Where all are of one size, all that they take is the factor's.

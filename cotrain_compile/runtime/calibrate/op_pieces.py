@@ -32,7 +32,7 @@ POOL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class OpCalls:
     """Calls of an op: `arguments` of the next one, and `named` ones that all have.
 
     `size` is the same of all pieces that were made together.
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """What a call is for a planner."""
 
     classes: tuple[str, ...]
@@ -54,7 +54,7 @@ class Work:
     dtype: str
 
 
-def work_of(piece: Piece) -> Work:
+def work_of(piece: OpCalls) -> CallWork:
     """What a step would say of a call of `piece`, which is run once."""
     arguments = piece.arguments()
     graph = fx.Graph()
@@ -72,10 +72,10 @@ def work_of(piece: Piece) -> Work:
     dtype = computing_dtype(node, cost.flops)
     kind = kind_of_op(node, cost.flops)
     classes = classes_of(kind, str(piece.op), dtype, computes=cost.flops > 0)
-    return Work(classes, cost.flops, cost.bytes_moved, dtype)
+    return CallWork(classes, cost.flops, cost.bytes_moved, dtype)
 
 
-class Values:
+class Operands:
     """Random tensors of a dtype on a device: the same in each call, or the next of the pool."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -101,70 +101,70 @@ class Values:
         return torch.randint(0, table, (count,), device=self._device)
 
 
-def memory_pieces(values: Values, rows: int, width: int) -> Iterator[Piece]:
+def memory_pieces(values: Operands, rows: int, width: int) -> Iterator[OpCalls]:
     """What is limited by memory."""
     x, y = values.new(rows, width), values.new(rows, width)
     cold = partial(values.cold, rows, width)
     yield from _element_by_element(x, y, cold)
     for op in (aten.gelu.default, aten.silu.default):
-        yield Piece(op, lambda: (cold(),))
+        yield OpCalls(op, lambda: (cold(),))
     for op in (aten.gelu_backward.default, aten.silu_backward.default):
-        yield Piece(op, lambda: (y, cold()))
-    yield Piece(aten.native_dropout.default, lambda: (cold(), 0.1, True))
+        yield OpCalls(op, lambda: (y, cold()))
+    yield OpCalls(aten.native_dropout.default, lambda: (cold(), 0.1, True))
     kept = x > 0
-    yield Piece(aten.native_dropout_backward.default, lambda: (y, kept, 1.1))
+    yield OpCalls(aten.native_dropout_backward.default, lambda: (y, kept, 1.1))
     yield from _norms(values, x, y, cold)
     yield from _batch_norms(values, rows * width)
-    yield Piece(aten.sum.dim_IntList, lambda: (cold(), [0], True))
-    yield Piece(aten.mean.dim, lambda: (cold(), [-1], True))
+    yield OpCalls(aten.sum.dim_IntList, lambda: (cold(), [0], True))
+    yield OpCalls(aten.mean.dim, lambda: (cold(), [-1], True))
     heads = rows // 32, 32, 4, width // 4
-    yield Piece(
+    yield OpCalls(
         aten.clone.default,
         lambda: (cold().view(heads).transpose(1, 2),),
         {"memory_format": torch.contiguous_format},
     )
-    yield Piece(aten.cat.default, lambda: ([cold(), y], -1))
+    yield OpCalls(aten.cat.default, lambda: ([cold(), y], -1))
     other = torch.float32 if x.dtype is not torch.float32 else torch.bfloat16
-    yield Piece(aten._to_copy.default, lambda: (cold(),), {"dtype": other})
+    yield OpCalls(aten._to_copy.default, lambda: (cold(),), {"dtype": other})
     table, index = max(rows, 4096), values.rows_of_table(max(rows, 4096), rows)
-    yield Piece(aten.embedding.default, lambda: (values.cold(table, width), index))
-    yield Piece(aten.embedding_dense_backward.default, lambda: (x, index, table, -1, False))
+    yield OpCalls(aten.embedding.default, lambda: (values.cold(table, width), index))
+    yield OpCalls(aten.embedding_dense_backward.default, lambda: (x, index, table, -1, False))
 
 
-def _element_by_element(x: Tensor, y: Tensor, cold: Callable[[], Tensor]) -> Iterator[Piece]:
+def _element_by_element(x: Tensor, y: Tensor, cold: Callable[[], Tensor]) -> Iterator[OpCalls]:
     """Half as in layers, half as in an update."""
     positive = x.abs()
-    yield Piece(aten.relu.default, lambda: (x,))
-    yield Piece(aten.threshold_backward.default, lambda: (y, cold(), 0))
-    yield Piece(aten.add.Tensor, lambda: (x, y))
-    yield Piece(aten.mul.Tensor, lambda: (x, y))
-    yield Piece(aten.mul.Tensor, lambda: (cold(), 0.9))
-    yield Piece(aten.lerp.Scalar, lambda: (cold(), cold(), 0.1))
-    yield Piece(aten.copy_.default, lambda: (cold(), x))
-    yield Piece(aten.sqrt.default, lambda: (positive,))
-    yield Piece(aten.div.Tensor, lambda: (x, positive))
+    yield OpCalls(aten.relu.default, lambda: (x,))
+    yield OpCalls(aten.threshold_backward.default, lambda: (y, cold(), 0))
+    yield OpCalls(aten.add.Tensor, lambda: (x, y))
+    yield OpCalls(aten.mul.Tensor, lambda: (x, y))
+    yield OpCalls(aten.mul.Tensor, lambda: (cold(), 0.9))
+    yield OpCalls(aten.lerp.Scalar, lambda: (cold(), cold(), 0.1))
+    yield OpCalls(aten.copy_.default, lambda: (cold(), x))
+    yield OpCalls(aten.sqrt.default, lambda: (positive,))
+    yield OpCalls(aten.div.Tensor, lambda: (x, positive))
     if _fma is not None:
-        yield Piece(_fma.default, lambda: (x, y, cold()))
-    yield Piece(aten.hardtanh_backward.default, lambda: (y, cold(), 0.0, 6.0))
+        yield OpCalls(_fma.default, lambda: (x, y, cold()))
+    yield OpCalls(aten.hardtanh_backward.default, lambda: (y, cold(), 0.0, 6.0))
 
 
-def _norms(values: Values, x: Tensor, y: Tensor, cold: Callable[[], Tensor]) -> Iterator[Piece]:
+def _norms(values: Operands, x: Tensor, y: Tensor, cold: Callable[[], Tensor]) -> Iterator[OpCalls]:
     for op in (aten._softmax.default, aten._log_softmax.default):
-        yield Piece(op, lambda: (cold(), -1, False))
-    yield Piece(aten._safe_softmax.default, lambda: (cold(), -1))
+        yield OpCalls(op, lambda: (cold(), -1, False))
+    yield OpCalls(aten._safe_softmax.default, lambda: (cold(), -1))
     for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
-        yield Piece(op, lambda: (y, cold(), -1, x.dtype))
+        yield OpCalls(op, lambda: (y, cold(), -1, x.dtype))
     width = x.shape[1]
     scale, bias = values.new(width), values.new(width)
-    yield Piece(aten.native_layer_norm.default, lambda: (cold(), [width], scale, bias, 1e-5))
+    yield OpCalls(aten.native_layer_norm.default, lambda: (cold(), [width], scale, bias, 1e-5))
     _, mean, deviation = aten.native_layer_norm.default(x, [width], scale, bias, 1e-5)
-    yield Piece(
+    yield OpCalls(
         aten.native_layer_norm_backward.default,
         lambda: (y, cold(), [width], mean, deviation, scale, bias, [True, True, True]),
     )
 
 
-def _batch_norms(values: Values, elements: int) -> Iterator[Piece]:
+def _batch_norms(values: Operands, elements: int) -> Iterator[OpCalls]:
     """Of images of as many elements."""
     places = 16 if elements > 1 << 12 else 4
     channels = min(64, elements // places**2)
@@ -173,10 +173,10 @@ def _batch_norms(values: Values, elements: int) -> Iterator[Piece]:
     scale, bias, mean = (values.new(channels).float() for _ in range(3))
     deviation = mean.abs() + 1
     norm = aten._native_batch_norm_legit_functional.default
-    yield Piece(
+    yield OpCalls(
         norm, lambda: (values.cold(*image.shape), scale, bias, mean, deviation, True, 0.1, 1e-5)
     )
-    yield Piece(
+    yield OpCalls(
         aten.native_batch_norm_backward.default,
         lambda: (
             *(gradient, values.cold(*image.shape), scale, mean, deviation, mean, deviation),
@@ -185,29 +185,29 @@ def _batch_norms(values: Values, elements: int) -> Iterator[Piece]:
     )
 
 
-def product_pieces(values: Values, rows: int, inputs: int, outputs: int) -> Iterator[Piece]:
+def product_pieces(values: Operands, rows: int, inputs: int, outputs: int) -> Iterator[OpCalls]:
     """A layer: forward, and the gradients of what it reads and of its weight."""
     x, y, bias = values.new(rows, inputs), values.new(rows, outputs), values.new(outputs)
-    yield Piece(aten.addmm.default, lambda: (bias, x, values.cold(outputs, inputs).t()))
-    yield Piece(aten.mm.default, lambda: (y, values.cold(outputs, inputs)))
-    yield Piece(aten.mm.default, lambda: (y.t(), x))
+    yield OpCalls(aten.addmm.default, lambda: (bias, x, values.cold(outputs, inputs).t()))
+    yield OpCalls(aten.mm.default, lambda: (y, values.cold(outputs, inputs)))
+    yield OpCalls(aten.mm.default, lambda: (y.t(), x))
 
 
-def attention_pieces(values: Values, heads: int, length: int, width: int) -> Iterator[Piece]:
+def attention_pieces(values: Operands, heads: int, length: int, width: int) -> Iterator[OpCalls]:
     """Of four sequences: by hand, and in one op of a processor."""
     q, k, v, gradient = (values.new(4, heads, length, width) for _ in range(4))
     one, scores = q.flatten(0, 1), values.new(4 * heads, length, length)
-    yield Piece(aten.bmm.default, lambda: (one, one.transpose(1, 2)))
-    yield Piece(aten.bmm.default, lambda: (scores, one))
+    yield OpCalls(aten.bmm.default, lambda: (one, one.transpose(1, 2)))
+    yield OpCalls(aten.bmm.default, lambda: (scores, one))
     if q.device.type != "cpu":
         return
     mask = values.new(4, 1, length, length)
     attend = aten._scaled_dot_product_flash_attention_for_cpu.default
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     for is_causal, named in ((True, {}), (False, {"attn_mask": mask})):
-        yield Piece(attend, partial(_given, q, k, v, 0.0, is_causal), named)
+        yield OpCalls(attend, partial(_given, q, k, v, 0.0, is_causal), named)
         out, sums = attend(q, k, v, 0.0, is_causal, **named)
-        yield Piece(back, partial(_given, gradient, q, k, v, out, sums, 0.0, is_causal), named)
+        yield OpCalls(back, partial(_given, gradient, q, k, v, out, sums, 0.0, is_causal), named)
 
 
 def _given(*arguments: Any) -> Sequence[Any]:
@@ -215,8 +215,8 @@ def _given(*arguments: Any) -> Sequence[Any]:
 
 
 def convolution_pieces(
-    values: Values, channels: int, outputs: int, side: int, places: int
-) -> Iterator[Piece]:
+    values: Operands, channels: int, outputs: int, side: int, places: int
+) -> Iterator[OpCalls]:
     """Of eight images: both passes and layouts.
 
     With filters of a negative `side` each channel has its own.
@@ -229,12 +229,12 @@ def convolution_pieces(
         y = partial(_image, values, outputs, places, is_last)
         layout = torch.channels_last if is_last else torch.contiguous_format
         w = weight.contiguous(memory_format=layout)
-        yield Piece(aten.convolution.default, partial(_called, (x, w, None, *how)))
+        yield OpCalls(aten.convolution.default, partial(_called, (x, w, None, *how)))
         both = (y, x, w, None, *how, [True, True, False])
-        yield Piece(aten.convolution_backward.default, partial(_called, both))
+        yield OpCalls(aten.convolution_backward.default, partial(_called, both))
 
 
-def _image(values: Values, channels: int, places: int, is_last: bool) -> Tensor:
+def _image(values: Operands, channels: int, places: int, is_last: bool) -> Tensor:
     if is_last:
         return values.cold(_IMAGES, places, places, channels).permute(0, 3, 1, 2)
     return values.cold(_IMAGES, channels, places, places)

@@ -14,11 +14,11 @@ from cotrain_compile.machine import TierSpec
 from cotrain_compile.machine.op_classes import FACTORS, IN_A_ROW, VIEW
 from cotrain_compile.runtime.calibrate import op_constants
 from cotrain_compile.runtime.calibrate.link_bench import CpuBench, Sizes
-from cotrain_compile.runtime.calibrate.op_constants import Point, constants_of, line
+from cotrain_compile.runtime.calibrate.op_constants import Taken, constants_of, line
 from cotrain_compile.runtime.calibrate.op_pieces import (
     POOL_BYTES,
-    Piece,
-    Values,
+    OpCalls,
+    Operands,
     memory_pieces,
     work_of,
 )
@@ -38,7 +38,7 @@ def known_line(name: str) -> tuple[float, float]:
 def found(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, float], float]) -> Any:
     """The constants of a processor with known lines, of which `fault` says what is told."""
 
-    def turn_s(bench: object, piece: Piece, kept: deque[Any]) -> float:
+    def turn_s(bench: object, piece: OpCalls, kept: deque[Any]) -> float:
         work = work_of(piece)
         start_s, factor = known_line(work.classes[0])
         taken_s = start_s + factor * op_constants._roofline_s(work, TIER)
@@ -76,10 +76,10 @@ def test_a_class_that_no_device_can_have_measured_is_left_at_its_rates(
 
 
 def test_a_line_weighs_small_calls_as_much_as_large_ones() -> None:
-    points = [Point(x, 3e-6 + 2 * x) for x in (1e-7, 1e-5, 1e-3)]
+    points = [Taken(x, 3e-6 + 2 * x) for x in (1e-7, 1e-5, 1e-3)]
     assert line(points) == pytest.approx((3e-6, 2.0))
     assert line(points[:1]) == pytest.approx((0.0, points[0].seconds / 1e-7))
-    below = [Point(1.0, 1.0), Point(2.0, 4.0)]
+    below = [Taken(1.0, 1.0), Taken(2.0, 4.0)]
     start, factor = line(below)
     assert start == 0
     assert factor > 1
@@ -89,10 +89,13 @@ def test_each_piece_has_a_turn_in_every_round_until_time_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns: list[Any] = []
-    monkeypatch.setattr(
-        op_constants, "_turn_s", lambda bench, piece, kept: turns.append(piece) or 1
-    )
-    pieces = [*memory_pieces(Values(CPU, torch.float32), 64, 8)]
+
+    def turn_s(bench: object, piece: OpCalls, kept: deque[Any]) -> float:
+        turns.append(piece)
+        return 1.0
+
+    monkeypatch.setattr(op_constants, "_turn_s", turn_s)
+    pieces = [*memory_pieces(Operands(CPU, torch.float32), 64, 8)]
     bench = CpuBench(1 << 30)
     assert [*op_constants._seconds(bench, pieces, Sizes(repeats=3))] == [1] * len(pieces)
     assert [len([t for t in turns if t is piece]) for piece in pieces] == [3] * len(pieces)
@@ -102,7 +105,7 @@ def test_each_piece_has_a_turn_in_every_round_until_time_is_over(
 
 
 def test_a_turn_calls_the_op_with_arguments_of_its_own_each_time() -> None:
-    values, given = Values(CPU, torch.float32), list[int]()
+    values, given = Operands(CPU, torch.float32), list[int]()
 
     def arguments() -> tuple[torch.Tensor]:
         x = values.cold(1 << 20)
@@ -111,7 +114,7 @@ def test_a_turn_calls_the_op_with_arguments_of_its_own_each_time() -> None:
 
     kept: deque[Any] = deque(maxlen=8)
     bench = CpuBench(1 << 30)
-    op_constants._turn_s(bench, Piece(torch.ops.aten.relu.default, arguments), kept)
+    op_constants._turn_s(bench, OpCalls(torch.ops.aten.relu.default, arguments), kept)
     assert len({*given}) == len(given) == 1 + op_constants._CALLS
     assert len(kept) == op_constants._CALLS
     rounds = POOL_BYTES // (4 << 20)
