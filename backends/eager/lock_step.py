@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import COPY, AlikeOps, Call, Column
+from cotrain_compile.machine.op_classes import SMALL_BYTES
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
@@ -74,8 +75,6 @@ def _column(values: Sequence[Any], place: dict[fx.Node, int]) -> Column:
     return lambda given, _: take(given)
 
 
-# An op on so many bytes takes about as long as the call of it.
-SMALL_BYTES = 64 << 10
 # What is made in rows and there at once stays in a core's cache.
 MOST_BYTES = 1 << 20
 

@@ -149,17 +149,29 @@ def simulated_vs_measured(result: Result) -> str:
     )
 
 
+# Of classes of ops.
+_CLASSES_TOLD = 8
+
+
 def processor_steps(result: Result) -> str:
-    """Measured, and predicted over measured by each way."""
-    ways = list(result["off, median"])
+    """Measured, and predicted over measured by each way; and by class of op."""
+    lists = result["off, median"]
+    ways = list(lists["first list"])
     rows = [
         (row["step"], f"{row['measured_ms']:.1f} ms", *(f"{row[way]:.2f} ×" for way in ways))
         for row in result["steps"]
     ]
-    off = ", ".join(f"{percent(off)} by {way}" for way, off in result["off, median"].items())
+    off = "; ".join(
+        f"of the {which} " + ", ".join(f"{percent(off)} by {way}" for way, off in by_way.items())
+        for which, by_way in lists.items()
+    )
+    classes = ", ".join(
+        f"{each['class']} {each['predicted']:.2f}" for each in result["classes"][:_CLASSES_TOLD]
+    )
     return (
         f"{markdown(('step', 'measured', *ways), rows)}\n\n"
-        f"Predicted over measured, in processor time of one core. Off in the median: {off}.\n"
+        f"Predicted over measured, in processor time of one core. Off in the median: {off}. By "
+        f"calibration, of the classes of op that took longest: {classes}.\n"
     )
 
 

@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m bench.runtime.processor_steps -o bench/results/processor_steps.json
 
-A zoo of steps, from 4 milliseconds to half a second, with everything on the emulated device and no
-link. Predicted is what the rates of a calibration say, of the guess that stands where nothing was
-measured, and of the calibration with a small op's kernel alone as what an op takes at the least.
-Rates and steps are both measured by the time of the one processor that the process has, which
-other programs' work does not add to; of each step and rate the least counts.
+The two lists of `processor_zoo`, with everything on the emulated device and no link. Predicted is
+what the constants of a calibration say, its rates alone, and the guess that stands where nothing
+was measured. There is a calibration before the steps and one behind them, and what is predicted is
+the mean by both: a computer that others use is not the same all the time. Constants and steps are
+both measured by the time of the one processor that the process has, which other programs' work does
+not add to; of each step the least counts. By class of op, the predicted part of what its ops took
+in the fastest of the steps.
 """
 
 from __future__ import annotations
@@ -15,29 +17,32 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import cotrain_compile
 from bench.report import write_report
 from bench.results_page.tables import processor_steps
-from bench.runtime.simulated_vs_measured import Build, char_gpt, llama, mlp, step_of
+from bench.runtime.processor_zoo import FIRST, SECOND
+from bench.runtime.simulated_vs_measured import Build
 from cotrain_compile.analysis.costs import roofline
+from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.files import save
 from cotrain_compile.machine import Machine, TierSpec
+from cotrain_compile.machine.op_classes import VIEW, classes_of
+from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import this_machine
-from cotrain_compile.runtime.calibrate.calibrate import measured_tier
+from cotrain_compile.runtime.calibrate.calibrate import measured_tier, with_constants
 from cotrain_compile.runtime.calibrate.link_bench import CpuBench, Sizes
 
 SIZES = Sizes(matmul_side=1024, repeats=7)
-WARM_UP, REPEATS = 3, 15
-_SMALL_KERNEL_S = 1e-6
+WARM_UP, REPEATS = 3, 25
+CALIBRATED = "calibration"
 
 
 class ProcessorBench(CpuBench):
@@ -54,72 +59,24 @@ def processor_s(work: Callable[[], object]) -> float:
     return time.process_time() - began_s
 
 
-def narrow() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Six layers of 128 x 128: hundreds of ops that compute next to nothing."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(6)])
-    loss = _loss(model, F.mse_loss)
-    return step_of(loss, model), (torch.randn(32, 128), torch.randn(32, 128))
-
-
-def images() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A small network of images with batch norms."""
-    parts: list[nn.Module] = []
-    for channels, more, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1)):
-        convolution = nn.Conv2d(channels, more, 3, stride=stride, padding=1)
-        parts += [convolution, nn.BatchNorm2d(more), nn.ReLU()]
-    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    loss = _loss(model, F.cross_entropy)
-    return step_of(loss, model), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
-
-
-def bert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Three narrow layers of BERT, with dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        hidden_size=128,
-        num_attention_heads=4,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        vocab_size=1000,
-    )
-    model: Any = BertForSequenceClassification(config)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(input_ids=x).logits, y)
-
-    return step_of(loss, model), (torch.randint(0, 1000, (8, 64)), torch.randint(0, 2, (8,)))
-
-
-def _loss(model: nn.Module, compare: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, y: compare(model(x), y)
-
-
-ZOO: Mapping[str, Build] = {
-    "narrow MLP": narrow,
-    "MLP": mlp,
-    "images": images,
-    "BERT": bert,
-    "character GPT": char_gpt,
-    "Llama": llama,
-}
-
-
 def machines() -> dict[str, Machine]:
     """By what a step is predicted by."""
-    guess = this_machine()
+    guess, device = this_machine(), torch.device("cpu")
     memory_bytes = guess.device.capacity_bytes
-    tier = measured_tier(ProcessorBench(memory_bytes), torch.device("cpu"), memory_bytes, SIZES)
+    bench = ProcessorBench(memory_bytes)
+    rates = measured_tier(bench, device, memory_bytes, SIZES)
+    tier, remarks = with_constants(bench, rates, device, SIZES)
+    print(*remarks, sep="\n")
     known: dict[str, TierSpec] = {
-        "calibration": tier,
-        "calibration, kernels alone": replace(tier, launch_s=_SMALL_KERNEL_S),
+        CALIBRATED: tier,
+        "rates alone": replace(tier, factors={}, starts_s={}),
         "guess": guess.device,
     }
     return {name: guess.but(device=device) for name, device in known.items()}
 
 
-def measured(build: Build, machine: Path) -> tuple[float, Any]:
-    """Seconds of a step, and the step."""
+def measured(build: Build, machine: Path) -> tuple[float, Dataflow, Timeline]:
+    """Seconds of a step, the step, and when its ops ran in the fastest one."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     step, arguments = build()
@@ -132,8 +89,65 @@ def measured(build: Build, machine: Path) -> tuple[float, Any]:
     run = torch.compile(step, backend="cotrain", options={**options, "lowering": "eager"})
     for _ in range(WARM_UP):
         run(*arguments)
-    least_s = min(processor_s(lambda: run(*arguments)) for _ in range(REPEATS))
-    return least_s, cotrain_compile.inspect(run).problem.dataflow
+    found: list[tuple[float, Timeline]] = []
+    for _ in range(REPEATS):
+        seconds = processor_s(lambda: run(*arguments))
+        timeline = cotrain_compile.inspect(run).measured
+        assert timeline is not None
+        found.append((seconds, timeline))
+    least_s, timeline = min(found, key=lambda each: each[0])
+    return least_s, cotrain_compile.inspect(run).problem.dataflow, timeline
+
+
+def class_of(op: Op) -> str:
+    """The finest class of an op."""
+    if not op.flops and not op.bytes_moved:
+        return VIEW
+    return classes_of(op.kind, op.target, op.dtype, computes=op.flops > 0)[0]
+
+
+def predicted_s(dataflow: Dataflow, calibrations: Sequence[Machine]) -> dict[str, float]:
+    """By op: the mean by several calibrations."""
+    tables = [roofline(dataflow, machine).device_s for machine in calibrations]
+    return {name: statistics.mean(table[name] for table in tables) for name in tables[0]}
+
+
+def by_class(
+    ran: Mapping[str, tuple[float, Dataflow, Timeline]], known: Mapping[str, Sequence[Machine]]
+) -> list[dict[str, Any]]:
+    """What the ops of each class took in all steps, and which part of it was predicted."""
+    took: defaultdict[str, float] = defaultdict(float)
+    told: defaultdict[str, float] = defaultdict(float)
+    count = Counter[str]()
+    for _, dataflow, timeline in ran.values():
+        predicted = predicted_s(dataflow, known[CALIBRATED])
+        for span in timeline.lane(Lane.DEVICE):
+            name = class_of(dataflow.ops[dataflow.position[span.name]])
+            took[name] += span.end_s - span.start_s
+            told[name] += predicted[span.name]
+            count[name] += 1
+    return [
+        {"class": name, "ops": count[name], "took_ms": 1e3 * s, "predicted": told[name] / s}
+        for name, s in sorted(took.items(), key=lambda item: -item[1])
+    ]
+
+
+def rows_of(
+    steps: Mapping[str, tuple[float, Dataflow, Timeline]], known: Mapping[str, Sequence[Machine]]
+) -> list[dict[str, Any]]:
+    """Of each step what it took, and predicted over measured by each way."""
+    return [
+        {
+            "step": name,
+            "list": "second" if name in SECOND else "first",
+            "measured_ms": 1e3 * seconds,
+            **{
+                way: sum(predicted_s(dataflow, each).values()) / seconds
+                for way, each in known.items()
+            },
+        }
+        for name, (seconds, dataflow, _) in steps.items()
+    ]
 
 
 def main() -> None:
@@ -142,21 +156,25 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     output = parser.parse_args().output
     torch.set_num_threads(1)
-    known = machines()
-    rows: list[dict[str, Any]] = []
+    before = machines()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.json"
-        save(known["guess"], path)
-        for name, build in ZOO.items():
-            seconds, dataflow = measured(build, path)
-            predicted = {
-                way: sum(roofline(dataflow, machine).device_s.values()) / seconds
-                for way, machine in known.items()
-            }
-            rows.append({"step": name, "measured_ms": 1e3 * seconds, **predicted})
-            print(rows[-1], flush=True)
-    off = {way: statistics.median(abs(row[way] - 1) for row in rows) for way in known}
-    result = {"steps": rows, "off, median": off}
+        save(before["guess"], path)
+        ran = {}
+        for name, build in {**FIRST, **SECOND}.items():
+            ran[name] = measured(build, path)
+            print(f"{name}: {1e3 * ran[name][0]:.1f} ms", flush=True)
+    behind = machines()
+    known = {way: (before[way], behind[way]) for way in before}
+    rows = rows_of(ran, known)
+    off = {
+        f"{which} list": {
+            way: statistics.median(abs(row[way] - 1) for row in rows if row["list"] == which)
+            for way in known
+        }
+        for which in ("first", "second")
+    }
+    result = {"steps": rows, "off, median": off, "classes": by_class(ran, known)}
     print(processor_steps(result))
     if output:
         write_report(output, "Is a calibration better than a guess on its own steps?", result)

@@ -21,7 +21,15 @@ from cotrain_compile.analysis.fusion import Part, kernel_parts
 from cotrain_compile.dataflow import Collective, Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Network, Tier, TierSpec
-from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
+from cotrain_compile.machine.op_classes import (
+    FUSED,
+    IN_A_ROW,
+    RELAYOUT,
+    SMALL_BYTES,
+    VIEW,
+    OpKind,
+    classes_of,
+)
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.support.units import format_bytes
 
@@ -66,12 +74,18 @@ def roofline(
     loop, or all run as `captured`, its ops run one by one (`host_update_costs`). An update is a
     loop as well on a device that `fuses_updates`, whatever its optimizer; its ops share the time by
     the bytes they move. An op takes as many times its roofline as the device has as a factor for
-    its kind; where it has any and runs `compiled` code, None where one that `fuses_updates` does,
-    what is limited by memory moves the bytes of its kernel (`kernels`).
+    its class; where it has one of fused code and runs `compiled` code, None where one that
+    `fuses_updates` does, what is limited by memory moves the bytes of its kernel (`kernels`). Where
+    code is not compiled and the device has starts, an op takes its start and then its roofline.
     """
     network_s = _network_s(dataflow, machine)
     parts = kernel_parts(dataflow) if fuses(machine, compiled) else {}
-    device_s = {op.name: _op_s(op, machine.device, parts.get(op.name)) for op in dataflow.ops}
+    device = machine.device
+    if device.starts_s and not _runs_code(machine, compiled):
+        in_rows = _in_rows(dataflow)
+        device_s = {op.name: _waited_s(op, device, op.name in in_rows) for op in dataflow.ops}
+    else:
+        device_s = {op.name: _op_s(op, device, parts.get(op.name)) for op in dataflow.ops}
     device_s |= dict.fromkeys(network_s, machine.device.launch_s)
     if machine.fuses_updates:
         for group in dataflow.updates:
@@ -91,8 +105,11 @@ def roofline(
 
 def fuses(machine: Machine, compiled: bool | None) -> bool:
     """Whether memory-bound ops are taken as kernels: of `compiled` code, as `roofline` has it."""
-    of_code = machine.fuses_updates if compiled is None else compiled
-    return of_code and bool(machine.device.factors)
+    return _runs_code(machine, compiled) and FUSED in machine.device.factors
+
+
+def _runs_code(machine: Machine, compiled: bool | None) -> bool:
+    return machine.fuses_updates if compiled is None else compiled
 
 
 def _network_s(dataflow: Dataflow, machine: Machine) -> dict[str, float]:
@@ -189,11 +206,6 @@ def _typical_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: scale * seconds for name, seconds in medians.items()}
 
 
-# Of machines that were measured before masks were.
-_PLAIN = {
-    OpKind.MASKED_ATTENTION: OpKind.ATTENTION,
-    OpKind.MASKED_ATTENTION_BACKWARD: OpKind.ATTENTION_BACKWARD,
-}
 # What a kernel of compiled code takes before all of the memory's rate is used, and after: most
 # kernels of a network of images move no more than ten times as much.
 _START_S = 2e-6
@@ -206,14 +218,46 @@ def _op_s(op: Op, tier: TierSpec, part: Part | None = None) -> float:
     if part is not None:
         fused_s = tier.factors.get(FUSED, 1.0) * part.nbytes / tier.bytes_per_s
         return max(fused_s + _START_S * part.begins, tier.launch_s * part.begins)
+    return max(_at_rates_s(op, tier), tier.launch_s)
+
+
+def _waited_s(op: Op, tier: TierSpec, in_a_row: bool) -> float:
+    """Seconds of an op on a processor that waits for each: it begins when the one before ends."""
+    if op.flops == 0 and op.bytes_moved == 0:
+        return tier.starts_s.get(VIEW, 0.0)
+    classes = (IN_A_ROW,) if in_a_row else _classes(op)
+    return _first(tier.starts_s, classes, tier.launch_s) + _at_rates_s(op, tier)
+
+
+def _at_rates_s(op: Op, tier: TierSpec) -> float:
     bytes_s = op.bytes_moved / tier.bytes_per_s
     roofline_s = max(op.flops / tier.flops_per_s_of(op.dtype), bytes_s)
-    kind = op.kind or _unsaid(op)
-    own = kind if op.flops else ONE_BY_ONE
-    seconds = tier.factors.get(own, tier.factors.get(_PLAIN.get(kind, own), 1.0)) * roofline_s
-    if kind is OpKind.CONVOLUTION and op.dtype != "float32":
+    seconds = _first(tier.factors, _classes(op), 1.0) * roofline_s
+    if (op.kind or _unsaid(op)) is OpKind.CONVOLUTION and op.dtype != "float32":
         seconds += tier.factors.get(RELAYOUT, 0.0) * bytes_s
-    return max(seconds, tier.launch_s)
+    return seconds
+
+
+def _classes(op: Op) -> Sequence[str]:
+    return classes_of(op.kind or _unsaid(op), op.target, op.dtype, computes=op.flops > 0)
+
+
+def _first(constants: Mapping[str, float], names: Sequence[str], otherwise: float) -> float:
+    return next((constants[name] for name in names if name in constants), otherwise)
+
+
+def _in_rows(dataflow: Dataflow) -> frozenset[str]:
+    """The ops of small updates, which the eager lowering runs in lock step (`lock_step`)."""
+    small = (
+        group.ops
+        for group in dataflow.updates
+        if all(
+            dataflow.buffer[name].nbytes <= SMALL_BYTES
+            for op in group.ops
+            for name in dataflow.ops[dataflow.position[op]].writes
+        )
+    )
+    return frozenset(name for names in small for name in names)
 
 
 def _unsaid(op: Op) -> OpKind:

@@ -215,6 +215,7 @@ class Machine:
                 p.flops_per_s,
                 p.launch_s,
                 p.factors,
+                p.starts_s,
             )
             for p in self.processors.values()
         }
@@ -354,6 +355,7 @@ def two_tier(
         fuses_updates,
         runs_ahead=runs_ahead,
         factors=device.factors,
+        starts_s=device.starts_s,
     )
     on_host = Processor(
         Tier.HOST.value,
@@ -362,6 +364,7 @@ def two_tier(
         host.launch_s,
         update=host_update,
         factors=host.factors,
+        starts_s=host.starts_s,
     )
     return Machine(
         name=name,

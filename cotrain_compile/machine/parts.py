@@ -5,7 +5,7 @@ Plain numbers, refused where no computer can have them. A `Machine` gives them n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -110,7 +110,9 @@ class Processor:
     update and to wait for it: the processor stands still meanwhile, or, where it `runs_ahead`, goes
     on with what it has been given, and waits where it comes to the end of that. `fuses_updates`
     says whether it updates a parameter in one loop, as compiled code does, or op by op. One that
-    runs updates beside the step says in `update` how fast.
+    runs updates beside the step says in `update` how fast. `factors` has, by class of op, how many
+    times its roofline an op takes. Where `starts_s` has anything, ops run one after the other: each
+    takes the start of its class, else `launch_s`, and then its roofline.
     """
 
     space: str
@@ -122,10 +124,12 @@ class Processor:
     update: HostUpdate | None = None
     runs_ahead: bool = False
     factors: Mapping[str, float] = field(default_factory=dict)
+    starts_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _refuse_rates(self.bytes_per_s, self.flops_per_s)
         refuse_factors(self.factors)
+        _refuse_starts(self.starts_s)
         for name in ("launch_s", "issue_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
@@ -141,6 +145,7 @@ class TierSpec:
     flops_per_s: Mapping[str, float]
     launch_s: float = 0.0
     factors: Mapping[str, float] = field(default_factory=dict)
+    starts_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.capacity_bytes <= 0 or self.bytes_per_s <= 0 or self.launch_s < 0:
@@ -151,6 +156,7 @@ class TierSpec:
         _refuse_rates(self.bytes_per_s, self.flops_per_s)
         _refuse_long("launch_s", self.launch_s)
         refuse_factors(self.factors)
+        _refuse_starts(self.starts_s)
 
     def flops_per_s_of(self, dtype: str) -> float:
         """The rate for `dtype`, or the lowest known one; "tfloat32" is float32 where cut to it."""
@@ -273,11 +279,24 @@ UNDISTURBED = Contention()
 
 def refuse_factors(factors: Mapping[str, float]) -> None:
     """Raise ValueError where some are of no kind of op, or of no processor."""
+    _refuse_classes("factors", factors)
     for kind, factor in factors.items():
-        if kind not in FACTORS:
-            raise ValueError(f"factors: {kind!r} is none of {', '.join(FACTORS)}")
         if not MOST_FACTOR**-1 <= factor <= MOST_FACTOR:
             raise ValueError(f"factors: {kind} cannot take {factor} times its roofline")
+
+
+def _refuse_starts(starts_s: Mapping[str, float]) -> None:
+    _refuse_classes("starts_s", starts_s)
+    for name, seconds in starts_s.items():
+        if not seconds >= 0:
+            raise ValueError(f"starts_s: {name} cannot start in {seconds} s")
+        _refuse_long(f"starts_s of {name}", seconds)
+
+
+def _refuse_classes(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if name.partition(":")[0] not in FACTORS:
+            raise ValueError(f"{what}: {name!r} is none of {', '.join(FACTORS)}")
 
 
 def _refuse_rates(bytes_per_s: float, flops_per_s: Mapping[str, float]) -> None:

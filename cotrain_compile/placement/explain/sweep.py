@@ -203,7 +203,7 @@ def _works_no_slower(one: Processor, other: Processor) -> bool:
         and all(_rate(one.flops_per_s, r) >= _rate(other.flops_per_s, r) for r in rates)
         and one.launch_s <= other.launch_s
         and one.issue_s <= other.issue_s
-        and one.factors == other.factors
+        and (one.factors, one.starts_s) == (other.factors, other.starts_s)
         and _updates_no_slower(one.update, other.update)
     )
 

@@ -40,14 +40,15 @@ from cotrain_compile.runtime.calibrate.network_bench import (
     network_remark,
     ranks_here,
 )
+from cotrain_compile.runtime.calibrate.op_constants import constants_of
 from cotrain_compile.runtime.calibrate.op_factors import (
-    Factors,
     factors_of,
     name_of,
     product_flops_per_s,
 )
 from cotrain_compile.runtime.calibrate.op_rates import (
     elements_per_s,
+    free_a_large_result,
     fresh_bytes_per_s,
     least_op_s,
 )
@@ -61,6 +62,7 @@ from cotrain_compile.runtime.ops import Launch
 Progress = Callable[[str, float], None]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_HOST_DTYPES = (*_DTYPES, torch.float64)
 # The host computes nothing in half precision, and would take very long to.
 _CARD_DTYPES = (*_DTYPES, torch.float16)
 # A matmul of the host's size takes a card microseconds, most of them to begin and to end.
@@ -111,12 +113,13 @@ def calibrate(
     tell("copies in both directions", 0.0)
     copies = bench.copies(sizes)
     tell("matmul, memory and launches on the device", 0.3)
-    device_tier = measured_tier(bench, torch.device(device), bench.capacity_bytes, sizes)
-    factors = Factors({}, ())
-    if device != "cpu":  # factors by kind, measured, predict a processor's steps no better
-        factors = factors_of(bench, device_tier, torch.device(device), sizes)
-        device_tier = replace(device_tier, factors=factors.by_kind)
-    tell("matmul, memory and launches on the host", 0.5)
+    device_tier, doubts = with_constants(
+        bench,
+        measured_tier(bench, torch.device(device), bench.capacity_bytes, sizes),
+        torch.device(device),
+        sizes,
+    )
+    tell("matmul, memory and launches on the host", 0.6)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates", 0.7)
     update, by_threads, slowdown_remark = _host_update(bench, environment, sizes)
@@ -150,7 +153,7 @@ def calibrate(
     remarks = (
         *environment_remarks(environment),
         busy_remark(share),
-        *factors.remarks,
+        *doubts,
         slowdown_remark,
         task_remark,
         copies.remark,
@@ -187,7 +190,7 @@ def measured_tier(
     side = sizes.matmul_side if on_host else _LARGER_ON_A_CARD * sizes.matmul_side
     flops_per_s = {
         name_of(dtype): product_flops_per_s(bench, device, dtype, side, sizes)
-        for dtype in (_DTYPES if on_host else _CARD_DTYPES)
+        for dtype in (_HOST_DTYPES if on_host else _CARD_DTYPES)
     }
     count = sizes.copy_bytes // 4
     x, y, total = (torch.ones(count, device=device) for _ in range(3))
@@ -200,6 +203,18 @@ def measured_tier(
         if on_host
         else _launch_s(bench, device, sizes),
     )
+
+
+def with_constants(
+    bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes
+) -> tuple[TierSpec, tuple[str, ...]]:
+    """`tier` with what was measured of each class of op, and what could not be."""
+    if device.type != "cpu":  # it does not wait for each op, so that its ops have no starts
+        factors = factors_of(bench, tier, device, sizes)
+        return replace(tier, factors=factors.by_kind), factors.remarks
+    free_a_large_result()
+    found = constants_of(bench, tier, device, sizes)
+    return replace(tier, factors=found.factors, starts_s=found.starts_s), found.remarks
 
 
 def _launch_s(bench: Bench, device: torch.device, sizes: Sizes) -> float:

@@ -29,24 +29,54 @@ _UNLIMITED = dict.fromkeys(Tier, 1 << 62)
 # In torch 2.13 what is captured of addcmul; where there is none, the op itself takes its place.
 _prims_fma = getattr(torch.ops.prims, "fma", None)
 # Ops that compute next to nothing; how many times as long as there an op takes in a step, which
-# counts its bytes, frees values and notes when it ran: 10.7 for 4.2 us, in a step of 314 ops.
-_SMALL_SIDE, _SMALL_OPS, _IN_A_STEP = 4, 100, 2.5
+# counts its bytes, frees values and notes when it ran, and whose data takes the code out of the
+# caches: 2.5 times in one of 314 ops and 4.5 ms, 3.4 times in one of 1,788 and 0.4 s. Views, and
+# ops in a row, have less of their own there and as much beside it.
+_SMALL_SIDE, _SMALL_OPS, _IN_A_STEP, _LITTLE_IN_A_STEP = 4, 100, 3.0, 3.5
 # Above what the C library keeps to be used again.
 _FRESH_BYTES = 48 << 20
 
 
 def least_op_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
     """Seconds of an op that computes next to nothing, in a step whose ops run one by one."""
-    ops, meter = MeteredGraph(fx.symbolic_trace(_small_ops), Tier.HOST), MemoryMeter(_UNLIMITED)
-    small = torch.full((_SMALL_SIDE, _SMALL_SIDE), 0.1)
-    seconds = least_s(partial(clock, partial(ops, [small, small], meter)), repeats, until_s)
-    return _IN_A_STEP * seconds / _SMALL_OPS
+    return _IN_A_STEP * _alone_s(_small_ops, repeats, clock, until_s)
+
+
+def least_view_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
+    """Of one that only shows its argument in another way."""
+    return _LITTLE_IN_A_STEP * _alone_s(_views, repeats, clock, until_s)
+
+
+def least_row_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
+    """Of one of a row of ops that are alike, which run as one call for all of their tensors."""
+    row = [_small() for _ in range(_SMALL_OPS)]
+    seconds = least_s(partial(clock, lambda: torch._foreach_mul(row, 0.5)), repeats, until_s)
+    return _LITTLE_IN_A_STEP * seconds / _SMALL_OPS
+
+
+def _alone_s(
+    ops: Callable[[Tensor, Tensor], Tensor], repeats: int, clock: Clock, until_s: float
+) -> float:
+    graph, meter = MeteredGraph(fx.symbolic_trace(ops), Tier.HOST), MemoryMeter(_UNLIMITED)
+    given = [_small(), _small()]
+    seconds = least_s(partial(clock, partial(graph, given, meter)), repeats, until_s)
+    return seconds / _SMALL_OPS
+
+
+def _small() -> Tensor:
+    return torch.full((_SMALL_SIDE, _SMALL_SIDE), 0.1)
 
 
 def _small_ops(a: Tensor, b: Tensor) -> Tensor:
     for _ in range(_SMALL_OPS // 4):
         total = aten.add.Tensor(a, b)
         a = aten.mm.default(aten.relu.default(aten.mul.Tensor(total, b)), b)
+    return a
+
+
+def _views(a: Tensor, b: Tensor) -> Tensor:
+    for _ in range(_SMALL_OPS // 2):
+        a = aten.view.default(aten.t.default(b), [_SMALL_SIDE, _SMALL_SIDE])
     return a
 
 
