@@ -102,7 +102,7 @@ def calibrate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this computer, for better predictions: options={"machine": "machine.json"}.
+    """Measure this computer, in half a minute: options={"machine": "machine.json"}.
 
     Under torchrun it also measures how fast the ranks exchange data.
     """

@@ -1,9 +1,9 @@
 """Op pieces: calls of ATen's ops as training steps have them, in several sizes.
 
-In: a device and a dtype. Out: for each op the arguments of its calls. Activations are where the op
-before has left them; weights, states and gradients, which a step has not touched for a while, come
-from a pool that no cache holds. What a call computes and moves, and its class, is found as for an
-op of a traced step.
+In: a device and a dtype. Out: for each op the arguments of its calls. What a step has not touched
+for a while, as weights, states and what the forward has saved, comes from a pool that no cache
+holds; the rest is the same in each call. What a call computes and moves, and its class, is found as
+for an op of a traced step.
 """
 
 from __future__ import annotations
