@@ -25,7 +25,7 @@ from cotrain_compile.machine.op_classes import OpKind
 
 
 @dataclass(frozen=True)
-class CallWork:
+class FoundWork:
     """What a call costs, in which dtype, of which kind; and the bytes that its kernel takes."""
 
     cost: OpCost
@@ -38,10 +38,10 @@ class Works:
     """The work of the calls of one step."""
 
     def __init__(self) -> None:
-        self._known: dict[object, CallWork] = {}
+        self._known: dict[object, FoundWork] = {}
         self._looks: dict[fx.Node, object] = {}
 
-    def of(self, node: fx.Node, *, is_free: bool) -> CallWork:
+    def of(self, node: fx.Node, *, is_free: bool) -> FoundWork:
         """The work of `node`; `is_free` says that it computes nothing, as a view."""
         key = self._key(node, is_free)
         if key is None:
@@ -86,7 +86,7 @@ def _look(value: object) -> object:
     return () if value is None else None
 
 
-def _work(node: fx.Node, is_free: bool) -> CallWork:
+def _work(node: fx.Node, is_free: bool) -> FoundWork:
     cost = OpCost(0, 0) if is_free else cost_of(node)
     kind = kind_of_op(node, cost.flops) if cost.bytes_moved else OpKind.UNSAID
-    return CallWork(cost, scratch_bytes(node), computing_dtype(node, cost.flops), kind)
+    return FoundWork(cost, scratch_bytes(node), computing_dtype(node, cost.flops), kind)

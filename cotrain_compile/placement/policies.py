@@ -147,14 +147,16 @@ def _host_updates(name: str, dataflow: Dataflow, groups: tuple[UpdateGroup, ...]
 
 
 def _used_after_updates(dataflow: Dataflow) -> set[str]:
-    """Parameters that an op behind their update reads or writes."""
-    updated = {g.param: max(dataflow.position[op] for op in g.ops) for g in dataflow.updates}
-    return {
-        name
-        for index, op in enumerate(dataflow.ops)
-        for name in (*op.reads, *op.writes)
-        if index > updated.get(name, index)
-    }
+    """Parameters that another op reads or writes behind what their update first writes of them."""
+    own = {name for group in dataflow.updates for name in group.ops}
+    updated = {group.param for group in dataflow.updates}
+    written, found = set[str](), set[str]()
+    for op in dataflow.ops:
+        if op.name in own:
+            written |= updated.intersection(op.writes)
+        else:
+            found |= written.intersection(op.touched)
+    return found
 
 
 def _last_write(dataflow: Dataflow, buffer: str) -> int:

@@ -30,6 +30,7 @@ from cotrain_compile.placement.schedule.hoisted_updates import (
     layer_windows,
     movable,
     update_needs,
+    written_early,
 )
 from cotrain_compile.placement.schedule.moves import (
     Cast,
@@ -59,7 +60,7 @@ class _Finder:
         self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
         every = update_needs(self.dataflow) if self.moving else {}
         self.needs = {group.param: every[group.param] for group in self.moving}
-        self.last_ops = last_ops(self.dataflow)
+        self.last_ops, self.written_early = last_ops(self.dataflow), written_early(self.dataflow)
         supporting = {name for needs in self.needs.values() for name in needs.support}
         self.program = without_ops(whole, supporting.union(*(g.ops for g in self.moving)))
         seconds = problem.costs.device_s
@@ -401,11 +402,19 @@ class _Finder:
         # Ops are in the order of the step: the slots before and behind that of the last of its own.
         until = bisect_left(program.ops, write, key=lambda op: position[op.name])
         since = bisect_right(program.ops, write, lo=until, key=lambda op: position[op.name])
+        early = self.written_early.get(group.param, {}) if since == until else {}
         before, later = [-1], [program.end]
-        for touched in filter(None, map(program.touches.get, own)):
-            if (count := bisect_left(touched, until)) > 0:
+        for name, touched in ((name, program.touches.get(name)) for name in own):
+            if not touched:
+                continue
+            first, behind = until, since
+            if name in early:
+                first = behind = bisect_left(
+                    program.ops, early[name], key=lambda op: position[op.name]
+                )
+            if (count := bisect_left(touched, first)) > 0:
                 before.append(touched[count - 1])
-            later += touched[bisect_left(touched, since) :][:1]
+            later += touched[bisect_left(touched, behind) :][:1]
         made = [program.last_write(name) for name in inputs]
         if needs is not None and self._leaves(self.dataflow.buffer[group.gradient]):
             made.append(program.touches[group.gradient][-1])  # it comes back when it has left

@@ -54,6 +54,29 @@ def last_ops(dataflow: Dataflow) -> Mapping[str, int]:
 
 
 @once
+def written_early(dataflow: Dataflow) -> Mapping[str, Mapping[str, int]]:
+    """By parameter, where in the step its update first writes what others read before its end.
+
+    As a norm of the new parameter that stands before the last op of its update.
+    """
+    ends = last_ops(dataflow)
+    owner, written = dict[str, str](), dict[str, dict[str, int]]()
+    for group in dataflow.updates:
+        owner |= dict.fromkeys((group.param, *group.states), group.param)
+        positions = sorted(dataflow.position[name] for name in group.ops)
+        writes = {n: at for at in reversed(positions) for n in dataflow.ops[at].writes}
+        written[group.param] = writes
+    own = {name for group in dataflow.updates for name in group.ops}
+    found: dict[str, dict[str, int]] = {}
+    for at, op in enumerate(dataflow.ops):
+        for name in () if op.name in own else op.reads:
+            param = owner.get(name)
+            if param is not None and written[param].get(name, at) < at < ends[param]:
+                found.setdefault(param, {})[name] = written[param][name]
+    return found
+
+
+@once
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""
     support = _Support(dataflow)

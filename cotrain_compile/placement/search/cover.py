@@ -59,7 +59,7 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
         )
 
     owned = owners(program.dataflow)
-    gaps = [*_gaps(program, least_bytes)]
+    gaps = [*_gaps(problem, program, least_bytes)]
     gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
     for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
         is_open = (
@@ -84,7 +84,7 @@ def with_all_offloaded(
     """`placement` with all larger values offloaded that can be, and once more where they can."""
     program = place(problem, placement).program
     owned = owners(program.dataflow)
-    gaps = [*_gaps(program, least_bytes)]
+    gaps = [*_gaps(problem.under(placement), program, least_bytes)]
     offloaded = {gap.name for gap in gaps}
     again = {gap.name for gap in gaps if gap.number}
     others = (name for name in placement.offloaded if name in owned)
@@ -100,11 +100,14 @@ def _has_gap(program: DeviceProgram, name: str) -> bool:
     return bool(program.order.offloaded_gaps(name))
 
 
-def _gaps(program: DeviceProgram, least_bytes: float) -> Iterator[Gap]:
-    """The gaps in which values may be offloaded, of those that belong to no parameter."""
-    offloaded_gaps = program.order.offloaded_gaps
+def _gaps(problem: Problem, program: DeviceProgram, least_bytes: float) -> Iterator[Gap]:
+    """The gaps in which values may be offloaded, of those that belong to no parameter.
+
+    What is made again stays to its last use in the forward, as between the parts of a split op.
+    """
+    offloaded_gaps, again = program.order.offloaded_gaps, frozenset(problem.recomputed)
     for buffer in _values(program.dataflow):
-        if buffer.nbytes > least_bytes:
+        if buffer.nbytes > least_bytes and buffer.name not in again:
             for number, gap in enumerate(offloaded_gaps(buffer.name)):
                 yield Gap(buffer.name, number, *gap, buffer.nbytes)
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.extract import works
 from cotrain_compile.extract.op_costs import computing_dtype, cost_of, kind_of_op, scratch_bytes
-from cotrain_compile.extract.works import CallWork, Works
+from cotrain_compile.extract.works import FoundWork, Works
 from cotrain_compile.graph.collectives import is_wait
 from cotrain_compile.machine.op_classes import OpKind
 
@@ -36,13 +36,13 @@ def of_each(*calls: object) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
-def found_one_by_one(nodes: list[fx.Node]) -> list[CallWork]:
+def found_one_by_one(nodes: list[fx.Node]) -> list[FoundWork]:
     found = []
     for node in nodes:
         assert not is_wait(node)
         cost = cost_of(node)
         kind = kind_of_op(node, cost.flops) if cost.bytes_moved else OpKind.UNSAID
-        found.append(CallWork(cost, scratch_bytes(node), computing_dtype(node, cost.flops), kind))
+        found.append(FoundWork(cost, scratch_bytes(node), computing_dtype(node, cost.flops), kind))
     return found
 
 

@@ -17,7 +17,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.cover import covered
+from cotrain_compile.placement.search.cover import covered, with_all_offloaded
 from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.work import Allowance, Meter
@@ -145,3 +145,26 @@ def covered_names(problem: Problem) -> set[str]:
     """What a cover decides on: all that it has offloaded where nothing fits."""
     bare = replace(least_of(problem).placement, offloaded=(), refetched=())
     return set(covered(problem, bare, 0)[0].offloaded)
+
+
+def test_what_is_made_again_is_not_offloaded_too() -> None:
+    """It stays to its last use in the forward, as where parts of a split op read it in turn."""
+    step = Dataflow(
+        "parts",
+        (
+            op("make", "x", "v", Phase.FORWARD),
+            op("part0", "v", "w", Phase.FORWARD),
+            op("between", "w", "y", Phase.FORWARD),
+            op("part1", "v y", "out", Phase.FORWARD),
+            op("back", "v out", "end", Phase.BACKWARD),
+        ),
+        (
+            Buffer("x", 1024, Role.BATCH, is_input=True),
+            *(Buffer(name, 1024, Role.TEMPORARY) for name in ("v", "w", "y", "out", "end")),
+        ),
+        (),
+    )
+    problem = formulate(step, with_link(1e10), dict.fromkeys(MEMORIES, PLENTY))
+    again = replace(resident(step), recomputed=("v",))
+    assert "v" in with_all_offloaded(problem, resident(step)).offloaded
+    assert "v" not in with_all_offloaded(problem, again).offloaded

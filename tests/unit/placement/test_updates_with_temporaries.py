@@ -71,3 +71,27 @@ def test_what_fits_at_the_last_moment_is_scheduled(seed: int) -> None:
         check(within, plan)
         fits += 1
     assert fits
+
+
+@pytest.mark.parametrize("rule", ["streamed", "zero-offload", "coarse"])
+def test_what_reads_a_parameter_before_the_last_op_of_its_update_has_the_new_one(rule: str) -> None:
+    """As a norm of what an optimizer has written, whose averages it has yet to write."""
+    states = ("m", "v")
+    ops = [
+        Op("f", "f", Phase.FORWARD, ("x", "w"), ("h",), 10**9),
+        Op("b", "b", Phase.BACKWARD, ("h",), ("g",), 10**9),
+        Op("u", "u", Phase.OPTIMIZER, ("g", "w", "m"), ("w",)),
+        Op("norm", "norm", Phase.OPTIMIZER, ("w",), ("n",)),
+        Op("a", "u", Phase.OPTIMIZER, ("g", *states), states),
+    ]
+    buffers = [
+        Buffer("x", MIB, Role.BATCH, is_input=True),
+        *(Buffer(name, MIB, Role.TEMPORARY) for name in "hg"),
+        Buffer("n", 4, Role.TEMPORARY, is_output=True),
+        kept("w", MIB, Role.PARAM),
+        *(kept(name, MIB, Role.OPTIMIZER_STATE) for name in states),
+    ]
+    update = UpdateGroup("w", "g", states, (), ("u", "a"))
+    step = Dataflow("step", tuple(ops), tuple(buffers), (update,))
+    problem = formulate(step, find("rtx4090"), {Tier.DEVICE: 1 << 30, Tier.HOST: 1 << 40})
+    check(problem, schedule(problem, RULES[rule](step)))
