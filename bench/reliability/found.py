@@ -258,4 +258,17 @@ FOUND = (
         "arrived too early for the update before them: an assertion of the search.",
         "tests/unit/placement/test_updates_with_temporaries.py",
     ),
+    Found(
+        "What read a parameter between its write and the last op of its update was taken for a "
+        "reader of the old one: a candidate of the search, and of two rules, was unsound.",
+        "tests/unit/placement/test_updates_with_temporaries.py",
+    ),
+    Found(
+        "A step under autocast that ran in parts was told to be wrong for a rounding to bfloat16.",
+        "tests/graph/backends/test_verify.py",
+    ),
+    Found(
+        "At exactly its least memory a step in parts offloaded what it made again: a `PlanError`.",
+        "tests/unit/placement/test_cover.py",
+    ),
 )

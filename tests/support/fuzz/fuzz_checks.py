@@ -119,5 +119,5 @@ def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
 
 def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:
     """Whether less was tried after a dry run, does not fit, and the error says the way on."""
-    told = " ".join(getattr(error, "__notes__", []))
+    told = " ".join((str(error), *getattr(error, "__notes__", ())))
     return all(words in told for words in ("Less does not fit", "Raise memory_budget by"))
