@@ -404,14 +404,11 @@ class _Finder:
         since = bisect_right(program.ops, write, lo=until, key=lambda op: position[op.name])
         early = self.written_early.get(group.param, {}) if since == until else {}
         before, later = [-1], [program.end]
-        for name, touched in ((name, program.touches.get(name)) for name in own):
-            if not touched:
-                continue
-            first, behind = until, since
-            if name in early:
-                first = behind = bisect_left(
-                    program.ops, early[name], key=lambda op: position[op.name]
-                )
+        for name in own & program.touches.keys():
+            touched, first, behind = program.touches[name], until, since
+            if name in early:  # the slot before which the update would have written it
+                at = early[name]
+                first = behind = bisect_left(program.ops, at, key=lambda op: position[op.name])
             if (count := bisect_left(touched, first)) > 0:
                 before.append(touched[count - 1])
             later += touched[bisect_left(touched, behind) :][:1]

@@ -113,12 +113,9 @@ def calibrate(
     tell("copies in both directions", 0.0)
     copies = bench.copies(sizes)
     tell("matmul, memory and launches on the device", 0.3)
-    device_tier, doubts = with_constants(
-        bench,
-        measured_tier(bench, torch.device(device), bench.capacity_bytes, sizes),
-        torch.device(device),
-        sizes,
-    )
+    on_device = torch.device(device)
+    rates = measured_tier(bench, on_device, bench.capacity_bytes, sizes)
+    device_tier, doubts = with_constants(bench, rates, on_device, sizes)
     tell("matmul, memory and launches on the host", 0.6)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates", 0.7)
@@ -132,7 +129,7 @@ def calibrate(
     )
     share = min(share, share_of_cores())
     tell("exchanges with other ranks", 0.97)
-    network = measured_network(bench, torch.device(device), sizes)
+    network = measured_network(bench, on_device, sizes)
     tell("done", 1.0)
 
     machine = two_tier(
@@ -143,13 +140,12 @@ def calibrate(
         d2h=copies.d2h,
         host_update=update,
         duplex=copies.duplex,
-        source=f"calibrate on {bench.name}, torch {torch.__version__}, "
-        f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
+        source=_source(bench, environment),
         issue_s=task_s,
         fuses_updates=device != "cpu",  # what runs on a card is compiled
         runs_ahead=device != "cpu",
         rates=Rates.MEASURED,
-    ).but(network=network, compute_capability=_capability(torch.device(device)))
+    ).but(network=network, compute_capability=_capability(on_device))
     remarks = (
         *environment_remarks(environment),
         busy_remark(share),
@@ -161,6 +157,13 @@ def calibrate(
         network_remark(network),
     )
     return Calibration(machine, by_threads, tuple(filter(None, remarks)), share)
+
+
+def _source(bench: Bench, environment: Environment) -> str:
+    cores, nodes = environment.usable_cores, environment.numa_nodes
+    return (
+        f"calibrate on {bench.name}, torch {torch.__version__}, {cores} cores, {nodes} NUMA node(s)"
+    )
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
