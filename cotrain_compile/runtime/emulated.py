@@ -6,10 +6,8 @@ until the copy is done, so that it shows as a wrong number and not as luck. With
 take as long as the machine's links say, and exchanges with other ranks as long as `network_s` has
 for them. `poison` can be left out to measure times.
 
-Dry run: a device that runs a step without writing what the user holds.
-
-In: a device. Out: within the context, this package's ops take and free its memory and start what
-writes to fresh tensors; of the rest they note that it came.
+A dry run is a step on such a device that leaves what the user holds as it is: this package's ops
+take and free its memory and write to fresh tensors; of the rest they note that it came.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from cotrain_compile.capture.nodes.storages import read_instead
 from cotrain_compile.graph.collectives import group_name_of, is_wait
 
 aten = torch.ops.aten
-_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 def takes_mean(node: fx.Node) -> bool:

@@ -1,15 +1,11 @@
 """Explain: one parameter of a plan: where it lives, what that costs, and every alternative.
 
 In: a Problem, a plan of it, a parameter. Out: an `Explanation`; as a string it is what people read.
-Each alternative is scheduled and simulated, none is a canned sentence.
+An alternative is the parameter with another strategy, scheduled and simulated again, never a canned
+sentence: what the step would take, or how many bytes are missing. The rest of the placement stays,
+so one that only pays together with another change looks worse here than to the solver.
 
 A `PlannedStep` is a plan with its step, whether anything runs it or not: predictions, explanations.
-
-Alternatives: one parameter with every other strategy, scheduled and simulated again.
-
-In: a Problem, a plan of it and the name of a parameter. Out: what the step would take with that
-parameter alone changed, or how many bytes are missing. The rest of the placement stays, so an
-alternative that only pays together with another change looks worse here than to the solver.
 """
 
 from __future__ import annotations

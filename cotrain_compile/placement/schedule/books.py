@@ -1,31 +1,18 @@
 """Books: what the list scheduler keeps account of: bytes, predicted time, tasks and their names.
 
-Memory ledger: device bytes reserved by the list scheduler, at each op and between ops.
-
-In: the least bytes of `Moves` and a budget. What is planned is known for a whole range of slots;
-what is `held` lingers until a copy is waited for or an update has run, which can be forced at any
-moment. Every move that cannot be undone is made only where it fits in all the slots it covers.
-
-Clock: where in the step the list scheduler is, and predicted time of the device and every lane.
-
-Rates are those of the machine, as in `engine`, which simulates the plan in the end; here each copy
-gets its end when it is issued, so that what is issued later does not slow it down.
-
-Task list: the tasks of a plan in order of issue, each placed among the ops that run.
-
-In: tasks as they are issued, and the ops as they run. Out: the tasks with `issue_after` and
-`wait_before` filled in.
-
-Names of tasks: one for each task of a plan, for people to read. What a task does is in its data.
-
-A task refers to another by the name that this was given. So each name is made once, where its task
-is found, and nobody makes it a second time to refer to it, or reads anything out of it.
-
-Pending updates: those on the device between their gradient and their run, with a deadline each.
-
-In: the device updates of `Moves` and the `MemoryLedger`. Out: the gap in which each is sure to
-fit. What waits for an update is planned to stay until that deadline: so the scheduler never
-paints itself into a corner: what fits with every move at the last moment always fits.
+- `MemoryLedger`: device bytes reserved at each op and between ops, from the least bytes of `Moves`
+  and a budget. What is planned is known for a whole range of slots; what is `held` lingers until a
+  copy is waited for or an update has run, which can be forced at any moment. Every move that cannot
+  be undone is made only where it fits in all the slots it covers.
+- `Clock`: where in the step the scheduler is, and the predicted time of the device and every lane.
+  Rates are those of the machine, as in `engine`, which simulates the plan in the end; here each
+  copy gets its end when it is issued, so that what is issued later does not slow it down.
+- `TaskList`: the tasks in order of issue, each placed among the ops that run: `issue_after` and
+  `wait_before` are filled in here. A name is made once, where its task is found: nobody makes it a
+  second time to refer to it, or reads anything out of it, since what a task does is in its data.
+- `Pending`: device updates between their gradient and their run, each with the gap in which
+  it is sure to fit. What waits for an update is planned to stay until that deadline, so the
+  scheduler never paints itself into a corner: what fits with every move at the last moment fits.
 """
 
 from __future__ import annotations

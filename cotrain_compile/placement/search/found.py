@@ -1,17 +1,13 @@
 """Found: the fastest schedule of every way that was tried, by the name of the way.
 
-Guessing: a schedule with updates on guesses added to it.
+In: a Problem and drafts of plans for it. Out: the fastest plan that the check takes. What the check
+refuses is never the answer; that it was found, or that nothing could be made, is a fault of this
+package, however the search goes on: `UNSOUND` has the words of all of this process, so that tests
+and campaigns fail on it, and the logger `cotrain_compile` tells it at debug level.
 
-In: a Problem and what was found for it. Out: the same placement with those of its updates on the
-host on guesses that begin early enough. A plan is hedged where that is all that guesses have
-changed: while they are held back it is the plan that waits, which was looked for without them.
-
-Unsound: what the search has found and the check refuses. It is never the answer.
-
-In: the Problem and how a plan for it is made. Out: the plan, which the check takes. Where it does
-not, or nothing can be made, that is a fault of this package, however the search goes on: `UNSOUND`
-has the words of all of this process, so that tests and campaigns fail on it, and the logger
-`cotrain_compile` tells it at debug level.
+A placement is also tried with those of its updates on the host on guesses that begin early enough.
+A plan is hedged where that is all that guesses have changed: while they are held back it is the
+plan that waits, which was looked for without them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Infeasible: nothing fits, or not what was asked for. Says what would, and what helps most.
 
-Least: the placement in which everything leaves the device that can, and what it needs there.
-
-Whatever else is decided, each buffer is on the device in the slots in which it is there too, so no
-placement needs less: this is the least device budget. It depends on the step alone, as far as the
-gaps do, and on no machine.
+The least is what the placement needs in which everything leaves the device that can. Whatever else
+is decided, each buffer is on the device in the slots in which it is there too, so no placement
+needs less. It depends on the step alone, as far as the gaps do, and on no machine.
 """
 
 from __future__ import annotations

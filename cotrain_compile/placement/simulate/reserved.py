@@ -1,15 +1,11 @@
 """Reserved: what torch's allocator takes from a card for a plan, beside what the plan allocates.
 
-In: a placed step. Out: `Reserved`, from the model of the allocator below, to which the plan's
+In: a placed step. Out: `Reserved`, from a model of torch's caching allocator, to which the plan's
 allocations and frees are given in program order, op by op: what compiled code fuses away is in it,
-and what it takes inside is not.
-
-The caching allocator of torch as a model: what a card's memory is reserved for, block by block.
-
-In: allocations and frees in the order of one stream. Out: addresses, the bytes of blocks in use and
-the bytes that were asked of CUDA. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` in
-torch with its default settings (`round_size`, `get_allocation_size`, `should_split`,
-`get_free_block`, `free_block`), the constants those of `c10/core/AllocatorConfig.h` in 2.13:
+and what it takes inside is not. The model gives addresses, the bytes of blocks in use and the bytes
+asked of CUDA, on one stream. Its rules are those of `c10/cuda/CUDACachingAllocator.cpp` in torch
+with its default settings (`round_size`, `get_allocation_size`, `should_split`, `get_free_block`,
+`free_block`), its constants those of `c10/core/AllocatorConfig.h` in 2.13:
 
 - sizes are rounded up to 512 bytes; up to 1 MiB a block comes from the pool of small ones;
 - of the free blocks of a pool the smallest that is large enough is taken, the lowest of equal ones;
