@@ -201,7 +201,10 @@ def test_of_many_results_the_last_are_kept() -> None:
 def test_what_is_made_of_all_that_are_alike_is_forgotten_with_what_they_share() -> None:
     made: list[int] = []
 
-    @once_alike(lambda pair: (pair[0], Same(pair[1:])))
+    def inputs(pair: tuple[Value, ...]) -> tuple[Value, Same[Value]]:
+        return pair[0], Same(pair[1:])
+
+    @once_alike(inputs)
     def number(pair: tuple[Value, ...]) -> int:
         made.append(len(made))
         return len(made)
