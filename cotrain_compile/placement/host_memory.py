@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import assert_never
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, UpdateGroup
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, UpdateGroup
 from cotrain_compile.dataflow.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.op_order import Instance
-from cotrain_compile.placement.remembered import Same, once, remembered
+from cotrain_compile.placement.remembered import Same, once, once_alike, remembered
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum
 from cotrain_compile.plan import HostRegion, Placement, Task, Transfer, carried_out
 from cotrain_compile.plan.on_disk import room_bytes
@@ -108,6 +108,23 @@ def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int
 
 
 @once
+def updates_alone(dataflow: Dataflow) -> tuple[object, Same[object]]:
+    """What tells all that `once_alike` keeps of updates, which have no part in what is made again.
+
+    That is the updates with what else the optimizer does, and what these ops make.
+    """
+    if not dataflow.updates:
+        return dataflow.pieces, Same()
+    own = {name for group in dataflow.updates for name in group.ops}
+    ops = [op for op in dataflow.ops if op.phase is Phase.OPTIMIZER or op.name in own]
+    made = {name for op in ops for name in op.writes}
+    made.update(group.gradient for group in dataflow.updates)
+    buffers = (buffer for buffer in dataflow.buffers if buffer.name in made)
+    owner, *others = dataflow.updates
+    return owner, Same([dataflow.pieces, *ops, *buffers, *others])
+
+
+@once_alike(updates_alone)
 def _made_bytes(dataflow: Dataflow) -> Mapping[str, int]:
     """What `made_by` says of the update of each parameter."""
     return {group.param: made_by(dataflow, group) for group in dataflow.updates}

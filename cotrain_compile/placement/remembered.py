@@ -32,6 +32,15 @@ class Same(tuple[_Value, ...]):
         return isinstance(other, Same) and len(self) == len(other) and all(map(is_, self, other))
 
 
+def _kept_of(value: object, kept: dict[int, dict[_Key, _Made]]) -> dict[_Key, _Made]:
+    """What is `kept` of a value, which is forgotten with it."""
+    own = kept.get(id(value))
+    if own is None:
+        own = kept.setdefault(id(value), {})  # two threads may be here
+        weakref.finalize(value, kept.pop, id(value), None).atexit = False
+    return own
+
+
 def remembered_last(
     most: float,
 ) -> Callable[[Callable[[_Value, _Key], _Made]], Callable[[_Value, _Key], _Made]]:
@@ -45,10 +54,7 @@ def remembered_last(
 
         @wraps(make)
         def found(value: _Value, key: _Key) -> _Made:
-            own = kept.get(id(value))
-            if own is None:
-                own = kept.setdefault(id(value), {})  # two threads may be here
-                weakref.finalize(value, kept.pop, id(value), None).atexit = False
+            own = _kept_of(value, kept)
             made: _Made = own.get(key, _ABSENT)
             if made is _ABSENT:
                 made = own[key] = make(value, key)
@@ -78,3 +84,28 @@ def once(make: Callable[[_Value], _Made]) -> Callable[[_Value], _Made]:
         return kept(value, None)
 
     return found
+
+
+def once_alike(
+    inputs: Callable[[_Value], tuple[object, Hashable]],
+) -> Callable[[Callable[[_Value], _Made]], Callable[[_Value], _Made]]:
+    """For a function that makes the same of all values with equal `inputs`.
+
+    These are an object, with which the results are forgotten, and a key that does not refer to it.
+    """
+
+    def remembering(make: Callable[[_Value], _Made]) -> Callable[[_Value], _Made]:
+        kept: dict[int, dict[Hashable, _Made]] = {}
+
+        @wraps(make)
+        def found(value: _Value) -> _Made:
+            owner, key = inputs(value)
+            own = _kept_of(owner, kept)
+            made: _Made = own.get(key, _ABSENT)
+            if made is _ABSENT:
+                made = own[key] = make(value)
+            return made
+
+        return found
+
+    return remembering

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
-from cotrain_compile.placement.host_memory import inside_update
-from cotrain_compile.placement.remembered import once
+from cotrain_compile.placement.host_memory import inside_update, updates_alone
+from cotrain_compile.placement.remembered import once, once_alike
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
 from cotrain_compile.plan import Placement, UpdateMode
@@ -76,7 +76,7 @@ def written_early(dataflow: Dataflow) -> Mapping[str, Mapping[str, int]]:
     return found
 
 
-@once
+@once_alike(updates_alone)
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""
     support = _Support(dataflow)

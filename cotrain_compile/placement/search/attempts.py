@@ -123,6 +123,11 @@ class Attempts:
         """How the solver failed, in words."""
         return self.solution.failure if self.solution else ""
 
+    def is_within(self, factor: float, seconds: float) -> bool:
+        """Whether `seconds` are no more than `factor` times those of the fastest plan."""
+        fastest = self.found.fastest
+        return fastest is None or seconds <= factor * fastest.step_s
+
     def is_slower_than(self, seconds: float) -> bool:
         """Whether nothing so fast is found. Of steps that overlap a program knows little."""
         fastest = self.found.fastest
@@ -158,9 +163,9 @@ class Attempts:
     def is_led_by_programs(self) -> bool:
         """Whether one has decided a plan that is far faster than any that none has."""
         fastest = self.found.fastest
-        if fastest is None or not _is_by_program(fastest.placement.policy):
+        if fastest is None or not is_by_program(fastest.placement.policy):
             return False
-        others = (d.step_s for n, d in self.found.drafts.items() if not _is_by_program(n))
+        others = (d.step_s for n, d in self.found.drafts.items() if not is_by_program(n))
         return FAR * fastest.step_s < min(others, default=math.inf)
 
     def known(self, variant: Variant) -> Variant:
@@ -210,6 +215,10 @@ class Attempts:
             missing = self.decide(name, variant, placement, TACTICS[:1])
             if missing is None or solution.is_loose or self.is_trusted(name, solution):
                 break
+            if name in self.found.drafts and not self.is_within(
+                FAR, self.found.drafts[name].step_s
+            ):
+                break  # with less memory it claims more
             targets[missing.tier] -= 1.05 * missing.nbytes
         return name in self.found.drafts
 
@@ -365,7 +374,8 @@ class Attempts:
         return missing
 
 
-def _is_by_program(policy: str) -> bool:
+def is_by_program(policy: str) -> bool:
+    """Whether a program has decided the plan of that name."""
     return policy.startswith(("lp-round", "ilp"))
 
 

@@ -11,13 +11,17 @@ import math
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
-from cotrain_compile.placement.search.attempts import TACTICS, Attempts
+from cotrain_compile.placement.search.attempts import TACTICS, Attempts, is_by_program
 from cotrain_compile.placement.search.cuts import Cut
-from cotrain_compile.placement.search.variants import NEAR, Levels
+from cotrain_compile.placement.search.variants import FAR, NEAR, Levels, Variant, fastest_of
 
 # Where replays of layers need more than this part of the device they are tried in parts. Of so many
 # stretches of a layer one cut each is tried, and those up to so far from the best.
 ROOMY, STRETCHES, NEARBY = 0.8, 6, 1
+# One more cut takes off no larger a part than this leaves.
+WITHIN_REACH = 1.2
+# Parts of the device's memory that plans are looked for in besides.
+LESS = (0.9, 0.8)
 
 
 def climb_quickly(attempts: Attempts, levels: Levels) -> None:
@@ -66,9 +70,11 @@ def follow_users(attempts: Attempts, levels: Levels) -> None:
 def climb_by_program(attempts: Attempts, levels: Levels) -> float:
     """Try levels that a program proposes, each with what its relaxation decides.
 
-    Returns the seconds that no levels take less than, 0 where nobody knows.
+    Where neither the relaxation of the fastest nor the first of them is faster than that, no other
+    is. Returns the seconds that no levels take less than, 0 where nobody knows.
     """
-    claim_s = 0.0
+    claim_s, fastest = 0.0, attempts.found.fastest
+    leads = fastest is not None and is_by_program(fastest.placement.policy)
     if attempts.is_late:
         return claim_s
     proposed = attempts.propose_levels(levels.regions)
@@ -79,10 +85,34 @@ def climb_by_program(attempts: Attempts, levels: Levels) -> float:
             if attempts.is_late or not attempts.is_slower_than(NEAR * claim_s):
                 break
             attempts.try_level(level, by_program=True)
+            if not leads and attempts.found.fastest is fastest:
+                break
     # The step as it is counts as a level: where a plan is as fast as any, it has no faster one.
     if attempts.solver.has_solutions and attempts.is_slower_than(NEAR * claim_s):
         attempts.relax(attempts.step)
     return claim_s
+
+
+def follow_rules(attempts: Attempts, variant: Variant) -> None:
+    """What the simple rules make of a variant, but for that in which nothing moves."""
+    for name in tuple(RULES)[1:]:
+        if attempts.is_late:
+            return
+        attempts.attempt(variant, name)
+
+
+def aim_lower(attempts: Attempts, certified_s: float) -> None:
+    """Plans for less memory, where what is found is far from the best: they fit in more, too.
+
+    A budget that is a little larger would else often have a slower plan.
+    """
+    for share in LESS:
+        best = fastest_of(attempts.variants, attempts.found.fastest_s)
+        near_s = FAR * max(best.claim_s, certified_s)
+        is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
+        if attempts.is_late or is_loose or not attempts.is_slower_than(near_s):
+            return
+        attempts.aim_lower(best, share)
 
 
 def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None:
@@ -140,6 +170,8 @@ def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:
     best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
     while len(chosen) < most and (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
         chosen, best_s = found
+        if not attempts.is_within(WITHIN_REACH, best_s):
+            break
 
 
 def _next_cut(

@@ -38,22 +38,16 @@ GAIN = 5e-4
 # What the name of such a plan ends with.
 ENDING = "+values"
 
-# What is so much slower is not tried again beside others.
-NEAR = 1.05
-
 # What sets the ops of a step apart from those of another, in whatever names.
 _Shape = tuple[Hashable, ...]
 
 
 @dataclass
 class _Tried:
-    """The kinds that were refused, made apart or not, and the seconds of all steps by their shape.
+    """The kinds that had their turn, made apart or not, and the shapes of all steps."""
 
-    Those are infinite where the step does not fit.
-    """
-
-    refused: set[tuple[frozenset[str], bool]] = field(default_factory=set)
-    seconds: dict[_Shape, float] = field(default_factory=dict)
+    kinds: set[tuple[frozenset[str], bool]] = field(default_factory=set)
+    shapes: set[_Shape] = field(default_factory=set)
 
 
 def make_more_again(attempts: Attempts) -> None:
@@ -72,9 +66,9 @@ def make_more_again(attempts: Attempts) -> None:
 
 
 def _one_round(attempts: Attempts, kinds: _Kinds, tried: _Tried) -> bool:
-    """Try each kind once, beside the fastest plan so far; returns whether any was faster.
+    """Try each kind, beside the fastest plan so far; returns whether any was faster.
 
-    But for those that were refused by far, and for what makes a step that was `tried`.
+    But for those that were `tried`: a kind that was no faster is none beside others either.
     """
     before = fastest = attempts.found.fastest
     assert fastest is not None
@@ -82,20 +76,19 @@ def _one_round(attempts: Attempts, kinds: _Kinds, tried: _Tried) -> bool:
     for kind, is_apart in kinds.to_try(fastest.placement, least_bytes):
         again = frozenset(fastest.placement.recomputed) | kinds.with_sources(kind)
         apart = frozenset(fastest.placement.recomputed_apart) | (kind if is_apart else frozenset())
-        if (kind, is_apart) in tried.refused:
+        if (kind, is_apart) in tried.kinds:
             continue
         if attempts.is_late:
             return False
         problem = _making(attempts.problem, again, apart)
-        shape = kinds.shape(problem)
-        if shape not in tried.seconds:
-            found = _try(attempts, fastest, problem)
-            tried.seconds[shape] = found.step_s if found is not None else math.inf
-            if found is not None and found.step_s < (1.0 - GAIN) * fastest.step_s:
-                attempts.found.keep(found.placement.policy, found)
-                fastest = found
-        if tried.seconds[shape] > NEAR * fastest.step_s:
-            tried.refused.add((kind, is_apart))
+        tried.kinds.add((kind, is_apart))
+        if (shape := kinds.shape(problem)) in tried.shapes:
+            continue
+        tried.shapes.add(shape)
+        found = _try(attempts, fastest, problem)
+        if found is not None and found.step_s < (1.0 - GAIN) * fastest.step_s:
+            attempts.found.keep(found.placement.policy, found)
+            fastest = found
     return fastest is not before
 
 

@@ -22,15 +22,16 @@ from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.bound import OnThread, certified_bound_s
-from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.cast_variants import best_cast
+from cotrain_compile.placement.search.cast_variants import IsOutdone, best_cast, never_outdone
 from cotrain_compile.placement.search.climb_levels import (
+    aim_lower,
     climb_by_program,
     climb_further,
     climb_quickly,
+    follow_rules,
     follow_users,
 )
 from cotrain_compile.placement.search.found import hedged, sound
@@ -61,8 +62,6 @@ from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Parts of the device's memory that plans are looked for in besides.
-LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
 BOUND_SHARE = 0.5
 # Policies that look at everything that can be decided: how far they are from the best is certified.
@@ -88,15 +87,23 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def in_order(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+    def in_order(
+        whole: Problem, within: SolveSettings, plans: Sequence[Plan], is_outdone: IsOutdone
+    ) -> Plan:
         def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
             own = space if ordered.dataflow is problem.dataflow else None
-            return _Search(ordered, within, told, own, work).run(own_plans)
+            outdone = is_outdone if ordered.dataflow is whole.dataflow else never_outdone
+            return _Search(ordered, within, told, own, work, outdone).run(own_plans)
 
         return best_order(whole, within, plans, climb)
 
-    def cast(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
-        return best_cast(whole, within, plans, in_order)
+    def cast(
+        whole: Problem,
+        within: SolveSettings,
+        plans: Sequence[Plan],
+        is_outdone: IsOutdone = never_outdone,
+    ) -> Plan:
+        return best_cast(whole, within, plans, in_order, is_outdone)
 
     return best_split(problem, settings, incumbents, cast)
 
@@ -109,8 +116,10 @@ class _Search(Attempts):
         progress: Progress,
         space: DecisionSpace | None,
         work: Allowance,
+        is_outdone: IsOutdone,
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
+        self.is_outdone = is_outdone
         self.bound: OnThread[float] | None = None
         self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
@@ -152,13 +161,16 @@ class _Search(Attempts):
     def _climb(self, incumbents: Sequence[Plan]) -> None:
         if self.attempt(self.step, "resident"):
             return
-        self._follow_rules(self.step)
+        follow_rules(self, self.step)
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._reuse(incumbents)
         if incumbents:  # of plans nobody knows how else they may be scheduled
             fetch_late(self)
-        for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
+        self._settle_quickly()
+        if self.is_outdone(self.found.fastest):
+            return
+        for stage in (self._settle, self._relax_fastest, self._climb_on):
             stage()
             if not self._may_gain():
                 break
@@ -171,14 +183,19 @@ class _Search(Attempts):
         return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
     def _settle_quickly(self) -> None:
-        """What needs no program, and of that what is sure to tell."""
-        if not self.settings.recompute:
+        """What needs no program, and of that the first levels."""
+        if self.settings.recompute:
+            climb_quickly(self, self.levels)
+        else:
             self.try_greedy(self.step)
+
+    def _settle(self) -> None:
+        """What needs no program, and of that all that is sure to tell."""
+        if not self.settings.recompute:
             return
-        climb_quickly(self, self.levels)
         best = fastest_of(self.variants, self.found.fastest_s)
         if best is not self.step:
-            self._follow_rules(best)
+            follow_rules(self, best)
         follow_users(self, self.levels)
         # Where covers lead, more made again gains more than what is beside the balanced share.
         share_updates(self, beside=self.is_cheap or not self.covers)
@@ -196,7 +213,7 @@ class _Search(Attempts):
                 climb_further(self, self.levels)
         if self._may_gain_by_greedy():
             self.try_greedy(self.step)
-        self._aim_lower()
+        aim_lower(self, self._certified_s())
 
     def _may_gain_by_greedy(self) -> bool:
         """Whether the greedy may be faster than what is found for the step as it is, in time."""
@@ -207,26 +224,6 @@ class _Search(Attempts):
         hopeless |= self.is_led_by_programs
         return not (hopeless or self.is_late) and self.is_slower_than(NEAR * self.claim_s)
 
-    def _follow_rules(self, variant: Variant) -> None:
-        """What the simple rules make of a variant, but for that in which nothing moves."""
-        for name in tuple(RULES)[1:]:
-            if self.is_late:
-                return
-            self.attempt(variant, name)
-
-    def _aim_lower(self) -> None:
-        """Plans for less memory, where what is found is far from the best: they fit in more, too.
-
-        A budget that is a little larger would else often have a slower plan.
-        """
-        for share in LESS:
-            best = fastest_of(self.variants, self.found.fastest_s)
-            near_s = FAR * max(best.claim_s, self._certified_s())
-            is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
-            if self.is_late or is_loose or not self.is_slower_than(near_s):
-                return
-            self.aim_lower(best, share)
-
     def _certified_s(self) -> float:
         """The certified bound, 0 where there is none. It began with the search.
 
@@ -236,6 +233,9 @@ class _Search(Attempts):
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
+        # What is kept for this is there, however far a program has gone beyond what it had.
+        spent = self.meter.spent - self.work.since
+        self.work = replace(self.work, units=max(self.work.units, spent + self.following))
         cover_values(self)
         share_updates(self)
         fetch_late(self)

@@ -38,13 +38,18 @@ def solve_programs(attempts: Attempts, least_s: float) -> None:
 
 
 def _may_lead(attempts: Attempts, variant: Variant) -> bool:
-    """Whether its relaxation, rounded, is not far slower than the fastest plan."""
+    """Whether its relaxation, rounded, is not far slower than the fastest plan.
+
+    Where that does not fit and covers lead, what the program decides does not fit either.
+    """
     rounded, fastest = (
         attempts.found.drafts.get("lp-round" + variant.suffix),
         attempts.found.fastest,
     )
-    if rounded is None or fastest is None or not attempts.settings.recompute:
+    if fastest is None or not attempts.settings.recompute:
         return True
+    if rounded is None:
+        return not attempts.covers
     return rounded.step_s <= FAR * fastest.step_s
 
 

@@ -30,3 +30,13 @@ def test_plans_of_a_small_gpt_are_found_with_half_the_work(share: float, most_s:
     half = solve(problem, SolveSettings(work_limit=SolveSettings().work_limit / 2))
     assert whole <= most_s
     assert half.predicted.makespan_s <= LITTLE * whole
+
+
+def test_where_relaxations_say_that_nothing_is_faster_no_program_is_solved_whole() -> None:
+    """That of the step as it is, too, where the first of proposed levels is no faster."""
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    free = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
+    report = solve(with_budget(free, resident_bytes(free) // 2)).report
+    assert report is not None
+    assert not any(way.startswith("ilp") for way in report.simulated_s)
+    assert report.work < SolveSettings().work_limit / 2

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.files import load
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.alike import kinds_of
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import Draft, finished
+from cotrain_compile.placement.search import more_values
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.plan import Placement
+from cotrain_compile.presets import find
 from cotrain_compile.viz.kinds import kinds_of as kinds
 from tests.support.nets import MIB
 from tests.support.random_problems import PLENTY
@@ -197,3 +201,26 @@ def test_values_of_one_place_in_their_layers_are_of_one_kind() -> None:
 
 def _rest(each: Op) -> tuple[str, Phase, tuple[str, ...], tuple[str, ...]]:
     return each.target, each.phase, each.reads, each.writes
+
+
+def test_a_kind_of_value_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much faster others are beside it."""
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    budgets = {Tier.DEVICE: 245 * MIB, Tier.HOST: PLENTY}
+    problem = formulate(step, find("h100"), budgets)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts.try_cover(attempts.step)
+    attempts.covers = True
+    added: list[tuple[frozenset[str], frozenset[str]]] = []
+    try_one = more_values._try
+
+    def noted(attempts: Attempts, fastest: Draft, problem: Problem) -> Draft | None:
+        again = frozenset(problem.recomputed) - frozenset(fastest.placement.recomputed)
+        apart = frozenset(problem.apart) - frozenset(fastest.placement.recomputed_apart)
+        added.append((again, apart))
+        return try_one(attempts, fastest, problem)
+
+    monkeypatch.setattr(more_values, "_try", noted)
+    make_more_again(attempts)
+    assert len(added) > 5
+    assert len(set(added)) == len(added)

@@ -7,6 +7,7 @@ import random
 import weakref
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow, UpdateGroup
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.placement.host_memory import made_by
+from cotrain_compile.files import load
+from cotrain_compile.placement.host_memory import made_by, updates_alone
 from cotrain_compile.placement.op_order import OpOrder, order_without
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.remembered import once, remembered_last
+from cotrain_compile.placement.recompute.recomputable import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.remembered import Same, once, once_alike, remembered_last
 from cotrain_compile.placement.residency import IntervalSum, summed
 from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.plan import Placement
@@ -191,3 +196,33 @@ def test_of_many_results_the_last_are_kept() -> None:
         with pytest.raises(ValueError, match="no"):
             double(value, -1)
     assert asked[-2:] == [-1, -1]
+
+
+def test_what_is_made_of_all_that_are_alike_is_forgotten_with_what_they_share() -> None:
+    made: list[int] = []
+
+    def inputs(pair: tuple[Value, ...]) -> tuple[Value, Same[Value]]:
+        return pair[0], Same(pair[1:])
+
+    @once_alike(inputs)
+    def number(pair: tuple[Value, ...]) -> int:
+        made.append(len(made))
+        return len(made)
+
+    shared, one, other = Value(), Value(), Value()
+    assert [number((shared, each)) for each in (one, other, one)] == [1, 2, 1]
+    gone = weakref.ref(shared), weakref.ref(other)
+    del shared, other
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_what_updates_need_is_known_of_a_step_that_makes_more_again() -> None:
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    again = recomputed(step, recomputable(step))
+    assert again.ops != step.ops
+    assert update_needs(again) is update_needs(step)
+    # As if nothing were known: the same ops as other objects.
+    apart = replace(again, updates=tuple(replace(group) for group in again.updates))
+    assert updates_alone(apart) != updates_alone(again)
+    assert update_needs(apart) == update_needs(again)
