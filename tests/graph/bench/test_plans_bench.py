@@ -56,7 +56,8 @@ def test_merging_renews_the_rows_of_a_step_and_keeps_the_others(
     document = json.loads(output.read_text())
     other = result["rows"][0] | {"model": "Other"}
     rows = [row | {"step_s": 99.0} for row in result["rows"]]
-    largest = [entry | {"models": {"auto": "Other"}} for entry in result["largest"]]
+    others = dict.fromkeys(result["largest"][0]["models"], "Other")
+    largest = [entry | {"models": others} for entry in result["largest"]]
     kept = result | {"rows": [*rows, other], "largest": largest}
     output.write_text(json.dumps(document | {"result": kept}))
     where = ["--steps", str(tmp_path), "-o", str(output), "--machine", "rtx4090"]
