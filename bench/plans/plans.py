@@ -221,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             entries = [entry for entry in entries if entry["machine"] != machine.name]
             entries += largest_models(steps, machine, host_bytes)
         for each in steps:
-            found = merged(found, list(rows(cell(each, machine, host_bytes), settings)))
+            own = list(rows(cell(each, machine, host_bytes), settings))
+            found = merged(found, own) if own else found  # none where nothing fits
             result = {
                 "host_budget": given.host_memory,
                 "work_limit": given.work_limit,

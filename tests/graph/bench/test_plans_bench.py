@@ -70,6 +70,16 @@ def test_merging_renews_the_rows_of_a_step_and_keeps_the_others(
     assert [run["command"] for run in found["others"]] == [document["command"]]
 
 
+def test_a_step_that_fits_nowhere_leaves_what_is_kept(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.plans.plans, "budgets_of", lambda *needs: ())
+    output = tmp_path / "plans.json"
+    where = ["--steps", str(tmp_path), "-o", str(output), "--machine", "rtx4090"]
+    main([*where, "--merge", "--model", TINY.model])
+    assert json.loads(output.read_text())["result"]["rows"] == result["rows"]
+
+
 def test_the_page_says_who_is_faster_and_names_what_is_too_large(tmp_path: Path) -> None:
     row = {
         "model": "A, 1 × 1",
