@@ -275,11 +275,12 @@ class AfterDryRun:
         told = self._told_of(worst, error, what)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        refusals: list[tuple[int, PlacementError]] = []
         for plan_bytes, workspace in self._other_plans(worst):
             try:
                 self.compiled = self._compile_within(plan_bytes, inputs, workspace)
             except PlacementError as refusal:
-                infeasible = refusal
+                refusals.append((plan_bytes, refusal))
                 continue
             self._workspace = workspace
             most_bytes = max(workspace.values(), default=0)
@@ -293,8 +294,23 @@ class AfterDryRun:
                 self._note(f"planned for {format_bytes(plan_bytes)}, as {told}")
             return True
         if error is not None:
-            _add(error, f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}.")
+            why = self._nearest(refusals)
+            _add(error, f"{told[:1].upper()}{told[1:]}. Less does not fit: {why}.")
         return False
+
+    def _nearest(self, refusals: Sequence[tuple[int, PlacementError]]) -> str:
+        """The plan that lacked least, in terms of the user's budget.
+
+        A refusal itself is of what was tried to keep to, and calls that the budget.
+        """
+        left_bytes, refusal = min(refusals, key=lambda tried: tried[1].shortfall_bytes)
+        budget = format_bytes(self.compiled.plan.budgets[Tier.DEVICE])
+        left = format_bytes(left_bytes) if left_bytes > 1 else "nothing"
+        where = "" if refusal.tier is Tier.DEVICE else f" of the {refusal.tier}"
+        return (
+            f"of memory_budget, {budget}, a plan has {left} beside what kernels take, and lacks "
+            f"{format_bytes(refusal.shortfall_bytes)}{where}"
+        )
 
     def _told_of(self, worst: Overshoot, error: Exception | None, what: str = _DRY_RUN) -> str:
         """What was taken that should not have been."""

@@ -58,8 +58,8 @@ def _summary(rows: Sequence[Row], host_budget: str) -> str:
         lines.append(
             f"Our plans are {statistics.median(gaps):.1%} above their certified bounds in the "
             f"median, {max(gaps):.0%} at worst, and took "
-            f"{statistics.median(row['seconds'] for row in moving):.0f} s to find in the median, "
-            f"{max(row['seconds'] for row in moving):.0f} s at worst."
+            f"{statistics.median(row['seconds'] for row in moving):.0f} s of processors to find in "
+            f"the median, {max(row['seconds'] for row in moving):.0f} s at worst."
         )
     return "\n".join(lines)
 

@@ -10,11 +10,14 @@ Nothing is run: times are simulated.
 
     python -m bench.plans.plans -o bench/results/plans.json --pictures docs/images
     python -m bench.plans.plans -o plans.json --machine h100 --steps traced --model "Llama 1B"
+
+With `--merge` rows of other steps and machines stay, and `others` has the runs they are of.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,10 +28,10 @@ from typing import Any
 
 from bench.plans.jobs import SHAPES, Shape, step_of
 from bench.plans.page import draw, table
-from bench.plans.placement import COMPARED, Cell, needed_bytes, refused, row
+from bench.plans.placement import COMPARED, Cell, merged, needed_bytes, refused, row, rows_of
 from bench.plans.stopwatch import stopwatch
 from bench.plans.targets import Row
-from bench.report import write_report
+from bench.report import runs_before, write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
@@ -177,17 +180,19 @@ def largest(steps: Sequence[Step], machine: Machine, host_bytes: int) -> dict[st
     return found
 
 
-def planned(
-    steps: Sequence[Step], machine: Machine, host_bytes: int, settings: SolveSettings
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All that is found out about `machine`, as entries of the lists in the result."""
+def largest_models(
+    steps: Sequence[Step], machine: Machine, host_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """The largest of `steps` with what `machine`'s host has, and with `host_bytes`."""
     for own_bytes in (machine.host.capacity_bytes, host_bytes):
         models = largest(steps, machine, own_bytes)
-        entry = {"machine": machine.name, "host_bytes": own_bytes, "models": models}
-        yield "largest", entry
-    for step in steps:
-        for found in rows(cell(step, machine, host_bytes), settings):
-            yield "rows", asdict(found) | {"seconds": found.seconds}
+        yield {"machine": machine.name, "host_bytes": own_bytes, "models": models}
+
+
+def largest_of(path: Path) -> list[dict[str, Any]]:
+    """The entries of a report on the largest models."""
+    kept: list[dict[str, Any]] = json.loads(path.read_text())["result"]["largest"]
+    return kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -200,20 +205,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path, help="folder in which traced steps are kept")
     parser.add_argument("--host-memory", default=HOST_MEMORY, help="budget on the host")
     parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
+    parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
     given = parser.parse_args(arguments)
     settings = SolveSettings(work_limit=given.work_limit)
     shapes = [shape for shape in SHAPES if not given.model or shape.model in given.model]
     steps = [step(shape, given.steps) for shape in shapes]
-    result: dict[str, Any] = {
-        "host_budget": given.host_memory,
-        "work_limit": given.work_limit,
-        "rows": [],
-        "largest": [],
-    }
+    found = rows_of(given.output) if given.merge else []
+    entries = largest_of(given.output) if given.merge else []
+    others = runs_before(given.output) if given.merge else []
+    result: dict[str, Any] = {}
     for machine in map(presets.find, given.machine or MACHINES):
         host_bytes = Size.parse(given.host_memory).of(machine.host.capacity_bytes)
-        for kind, entry in planned(steps, machine, host_bytes, settings):
-            result[kind].append(entry)
+        # Of all models alone: which of some is the largest says nothing of the others.
+        if not (given.merge and given.model):
+            entries = [entry for entry in entries if entry["machine"] != machine.name]
+            entries += largest_models(steps, machine, host_bytes)
+        for each in steps:
+            own = list(rows(cell(each, machine, host_bytes), settings))
+            found = merged(found, own) if own else found  # none where nothing fits
+            result = {
+                "host_budget": given.host_memory,
+                "work_limit": given.work_limit,
+                "rows": [asdict(row) | {"seconds": row.seconds} for row in found],
+                "largest": entries,
+                "others": others,  # by which what is kept was found
+            }
             write_report(given.output, (__doc__ or "").splitlines()[0], result)
     print(table(result))
     if given.pictures is not None:

@@ -48,8 +48,8 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """What a plan takes from the dataflow on."""
-        return self.choices_s + self.solve_s
+        """What a plan takes from the dataflow on: of processors, where that was measured."""
+        return self.choices_s + (self.processor_s or self.solve_s)
 
     @property
     def best_rule(self) -> tuple[str, float] | None:

@@ -35,9 +35,8 @@ which have every row, the command, the hardware and the versions. Measured on a 
 [Steps on a card](#steps-on-a-card): other figures for cards are *simulated*, and those called
 measured are of an *emulated* device, host memory with throttled links. Simulated figures of
 2026-11-25 and before have one rate for every kind of op
-([decision 59](decisions/0059-seconds-by-kind.md)), and a `zero-offload` that moves 10.8 bytes a
-parameter, not 4: gains over it are too large there. The first table of such figures is in the
-[README](../README.md).
+([decision 59](decisions/0059-seconds-by-kind.md)), and a `zero-offload` of 10.8 bytes a
+parameter, not 4, which is too slow.
 """
 
 Table = Callable[[Mapping[str, Any]], str]

@@ -24,6 +24,8 @@ ROOMS = 6
 THREADS = 8
 # Direct reads and writes begin and end at multiples of it, on all drives of today.
 BLOCK_BYTES = 4096
+# The rule that says itself what rests there; of all other placements what the host has no room for.
+RESTING_RULE = "zero-infinity-nvme"
 # A drive takes about as long to begin as for so much: what is smaller stays on the host.
 LEAST_BYTES = 1 << 18
 

@@ -12,6 +12,7 @@ _WAYS: Mapping[str, str] = {
     "zero-offload": "ZeRO-Offload's rule",
     "torchao-offload": "torchao's CPUOffloadOptimizer",
     "zero-infinity": "ZeRO-Infinity's rule",
+    "zero-infinity-nvme": "ZeRO-Infinity's rule on NVMe",
     "fsdp-offload": "FSDP's CPU offload",
     "coarse": "all updates on the host, early",
     "streamed": "all optimizer states streamed",

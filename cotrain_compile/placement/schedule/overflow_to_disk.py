@@ -22,6 +22,7 @@ from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.residency import IntervalSum
 from cotrain_compile.plan import HostRegion, UpdateMode
 from cotrain_compile.plan.on_disk import (
+    RESTING_RULE,
     gradients_may_rest,
     may_rest_on_disk,
     value_may_rest,
@@ -34,7 +35,12 @@ LOOKS = 5
 
 
 def overflowing_to_disk(placed: PlacedStep) -> PlacedStep:
-    """`placed` within the host's budget, as far as the disk helps; whatever rested there before."""
+    """`placed` within the host's budget, as far as the disk helps; whatever rested there before.
+
+    Of the rule that says itself what rests there it is as it was.
+    """
+    if placed.placement.policy == RESTING_RULE:
+        return placed
     homes = placed.placement.homes
     in_memory = {name: Tier.HOST if tier is Tier.DISK else tier for name, tier in homes.items()}
     placed = _with(placed, in_memory, ())

@@ -19,6 +19,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.plan import Placement
+from cotrain_compile.plan.on_disk import RESTING_RULE
 from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
 
@@ -64,10 +65,13 @@ def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: PeakOp) -> str:
 def refuse_disk(problem: Problem, placement: Placement, needed: int) -> NoReturn:
     """Raise `PlacementError`: what rests on disk needs `needed` bytes there."""
     budget = problem.disk_bytes
+    other = "host_memory_budget"
+    if placement.policy == RESTING_RULE:
+        other = "set disk to a folder on a larger drive" if budget else "set disk to a folder"
     raise PlacementError(
         f"policy {placement.policy!r} needs {format_bytes(needed)} on disk, "
         f"but disk_budget is {format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
-        "disk_budget, or host_memory_budget",
+        f"disk_budget, or {other}",
         shortfall_bytes=needed - budget,
         tier=Tier.DISK,
     )

@@ -49,6 +49,37 @@ def test_from_just_feasible_to_everything_fits_no_rule_beats_a_plan_that_moves(
     assert table(result).startswith("3 plans, ")
 
 
+def test_merging_renews_the_rows_of_a_step_and_keeps_the_others(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "plans.json"
+    document = json.loads(output.read_text())
+    other = result["rows"][0] | {"model": "Other"}
+    rows = [row | {"step_s": 99.0} for row in result["rows"]]
+    others = dict.fromkeys(result["largest"][0]["models"], "Other")
+    largest = [entry | {"models": others} for entry in result["largest"]]
+    kept = result | {"rows": [*rows, other], "largest": largest}
+    output.write_text(json.dumps(document | {"result": kept}))
+    where = ["--steps", str(tmp_path), "-o", str(output), "--machine", "rtx4090"]
+    main([*where, "--work-limit", "2", "--merge", "--model", TINY.model])
+    found = json.loads(output.read_text())["result"]
+    steps_s = [row["step_s"] for row in found["rows"]]
+    assert steps_s == [row["step_s"] for row in [*result["rows"], other]]
+    # Which of one model is the largest is no news of all.
+    assert found["largest"] == largest
+    assert [run["command"] for run in found["others"]] == [document["command"]]
+
+
+def test_a_step_that_fits_nowhere_leaves_what_is_kept(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.plans.plans, "budgets_of", lambda *needs: ())
+    output = tmp_path / "plans.json"
+    where = ["--steps", str(tmp_path), "-o", str(output), "--machine", "rtx4090"]
+    main([*where, "--merge", "--model", TINY.model])
+    assert json.loads(output.read_text())["result"]["rows"] == result["rows"]
+
+
 def test_the_page_says_who_is_faster_and_names_what_is_too_large(tmp_path: Path) -> None:
     row = {
         "model": "A, 1 × 1",

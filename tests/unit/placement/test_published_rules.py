@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
@@ -14,7 +15,8 @@ from cotrain_compile.placement.published import PUBLISHED, any_rule
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
-from cotrain_compile.plan import Plan
+from cotrain_compile.placement.wear import wear
+from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 
@@ -63,6 +65,29 @@ def test_in_one_precision_weights_come_once_or_twice(policy: str, up: int) -> No
     down, moved_up = bytes_a_parameter(chain(LAYERS), policy)
     assert down == pytest.approx(4)
     assert moved_up == pytest.approx(4 * up, rel=2 / LAYERS)
+
+
+def test_on_nvme_states_and_masters_rest_on_the_drive_whatever_the_host_has_room_for() -> None:
+    params = 2_000_000
+    step, card = mixed_precision_step(4, params=params), find("rtx4090")
+    rule = any_rule("zero-infinity-nvme")(step)
+    problem = formulate(step, card, {**PLENTY, Tier.DISK: 1 << 40})
+    plan = schedule(problem, rule)
+    check(problem, plan)
+    above = schedule(problem, any_rule("zero-infinity")(step))
+    parameters, disk = 4 * params, card.disk
+    assert disk is not None
+    assert plan.predicted.peak_bytes[Tier.DISK] == pytest.approx(12 * parameters, rel=0.01)
+    read_bytes = plan.predicted.busy_s(Lane.DISK_READ) * disk.read_bytes_per_s
+    assert read_bytes / parameters == pytest.approx(12 + 2 * 4, rel=0.02)
+    written = wear(problem, plan)
+    assert written is not None
+    assert written.step_bytes / parameters == pytest.approx(12, rel=0.01)
+    for way in ("offload", "prefetch"):
+        assert plan.bytes_moved(way) == above.bytes_moved(way)
+    assert plan.predicted.makespan_s > above.predicted.makespan_s
+    with pytest.raises(PlacementError, match=r"on disk, but disk_budget is 0 .*, or set disk to a"):
+        schedule(formulate(step, card, PLENTY), rule)
 
 
 @pytest.mark.parametrize("policy", PUBLISHED)
