@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cotrain_compile.capture.nodes.kernel_strides import DIFFERENT
 
+aten = torch.ops.aten
 TRIED = ("2.13.",)
 _OURS = object()  # begins our keys: torch's own begin otherwise
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -55,6 +56,8 @@ def _dispatched(original: Callable[..., Any]) -> Callable[..., Any]:
             return answer(args)
         if is_logged or func in others or not self.cache_enabled:
             return original(self, func, types, args, kwargs or {})
+        # torch keeps nothing of the second, whose kernel is that of the first.
+        func = aten.view.default if func is aten._unsafe_view.default else func
         return self._cached_dispatch_impl(func, types, args, kwargs or {})
 
     return dispatch

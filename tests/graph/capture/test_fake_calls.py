@@ -61,6 +61,8 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "expanded": lambda x: x[:, None].expand(-1, 5, -1),
     "in place": lambda x: x.clone().mul_(2.0),
     "several": lambda x: x.max(1),
+    "wide product": lambda x: torch.ones(2, 3, 4) @ x,
+    "unsafe view": lambda x: torch.ops.aten._unsafe_view(x, [-1, 2]),
     "list": lambda x: torch.cat([x, x], 1),
     "new": lambda x: x.new_zeros(3),
     "other type": lambda x: x.to(torch.float64),
