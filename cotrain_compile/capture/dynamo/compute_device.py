@@ -104,7 +104,8 @@ def _describe_there(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def describe_tensor(*args: Any, **kwargs: Any) -> Any:
         described, device = original(*args, **kwargs), _there.get()
-        return described if device is None else replace(described, device=device)
+        is_there = device is None or described.device == device
+        return described if is_there else replace(described, device=device)
 
     return describe_tensor
 

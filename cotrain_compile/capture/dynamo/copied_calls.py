@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._mode_utils import no_dispatch
 
+from cotrain_compile.capture.nodes.fake_calls import fake_of
+
 TRIED = ("2.13.",)
 
 
@@ -145,4 +147,4 @@ def _like(value: FakeTensor) -> torch.Tensor:
     """A fake tensor that looks the same, in memory of its own."""
     with no_dispatch():
         bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return FakeTensor(value.fake_mode, bare, value.device)
+        return fake_of(value.fake_mode, bare, value.fake_device)

@@ -74,8 +74,10 @@ from cotrain_compile.capture.dynamo.settings import (
     whole_numbers_traced,
 )
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
+from cotrain_compile.capture.dynamo.unread_code import unread_code_unwritten
 from cotrain_compile.capture.dynamo.walks_of_parameters import parameters_walked
 from cotrain_compile.capture.dynamo.wrappers import without_hook
+from cotrain_compile.capture.nodes.fake_calls import fake_calls_at_once
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 
 # The second is not in every torch: tried with 2.13.0.
@@ -121,6 +123,8 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             repeated_arguments_traced(),
             checkpoint_effects_traced(session),
             settings_read_at_once(),
+            fake_calls_at_once(),
+            unread_code_unwritten(),
             parameters_walked(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))

@@ -17,14 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cotrain_compile.capture.nodes.fake_calls import fake_of
+
 
 def shown_in(memory: torch.UntypedStorage, value: torch.Tensor) -> torch.Tensor:
     """As `value`, in other memory."""
     assert isinstance(value, FakeTensor)
     with no_dispatch():
         bare = torch.empty(0, dtype=value.dtype, device="meta")
-        bare.set_(memory, int(value.storage_offset()), tuple(value.shape), value.stride())
-        return FakeTensor(value.fake_mode, bare, value.device, requires_grad=value.requires_grad)
+        bare.set_(memory, value.storage_offset(), value.shape, value.stride())
+        bare.requires_grad_(value.requires_grad)
+        return fake_of(value.fake_mode, bare, value.fake_device)
 
 
 def of_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.node import map_arg
 
 from cotrain_compile.capture.layers.blocks import (
@@ -276,7 +277,7 @@ def put_into(
 
 def with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """`module` with all that Dynamo has noted on it, and another graph."""
-    made = fx.GraphModule(module, graph)
+    made = _make_graph_module(module, graph)  # as Dynamo makes it: nobody runs its code
     for name, value in vars(module).items():
         if name not in vars(made):
             setattr(made, name, value)

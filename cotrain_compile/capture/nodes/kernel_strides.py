@@ -80,7 +80,7 @@ _AS_SUMS: Mapping[object, tuple[int, int]] = {
     aten.rrelu_with_noise_backward.default: (2, 0),
 }
 _LEAKY = aten.rrelu_with_noise_backward.default  # its sixth argument: whether in training
-_DIFFERENT = {*_PLAIN, *_AS_SUGGESTED, *_AS_SUMS}
+DIFFERENT = {*_PLAIN, *_AS_SUGGESTED, *_AS_SUMS}
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _corrected(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         value = dispatch(self, func, types, args, kwargs or {})
-        if func not in _DIFFERENT:
+        if func not in DIFFERENT:
             return value
         with self:
             return _as_kernels_do(func, args, value)

@@ -225,7 +225,7 @@ def _window(
     buffer_of: Mapping[str, str],
 ) -> Window | None:
     collected = [_collected(node, grown, buffer_of) for node in _results(nodes, grown)]
-    later = _later(step, nodes, grown)
+    later = _later(nodes, grown)
     if any(result is None for result in collected) or later is None:
         return None
     own = [node for node in _in_order(grown.counted) if node.args[0] in nodes]
@@ -331,9 +331,9 @@ def _ends(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Ends:
     return Ends(node.name, op.name, buffer_of[node.name], nbytes_of(value), dtype)
 
 
-def _later(step: StepGraph, nodes: Sequence[fx.Node], grown: Grown) -> tuple[str, ...] | None:
+def _later(nodes: Sequence[fx.Node], grown: Grown) -> tuple[str, ...] | None:
     """What stands between the ops and follows from them; None where it must stay there."""
-    inside, behind = set(nodes), set[fx.Node]()
+    inside, behind = set(nodes), dict[fx.Node, None]()  # in the order of the step
     node = nodes[0]
     while node is not nodes[-1]:
         node = node.next
@@ -342,10 +342,10 @@ def _later(step: StepGraph, nodes: Sequence[fx.Node], grown: Grown) -> tuple[str
         if any(n in inside or n in behind for n in node.all_input_nodes):
             if _is_bound(node):
                 return None
-            behind.add(node)
+            behind[node] = None
         elif _is_written(node):
             return None
-    return tuple(n.name for n in step.nodes if n in behind)
+    return tuple(n.name for n in behind)
 
 
 def _is_bound(node: fx.Node) -> bool:
