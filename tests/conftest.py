@@ -78,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers share the cores, as do the processes that they start; torch reads it when it loads.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    # Threads that spin while they wait for one another take the cores from the other workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config.stash[WRITTEN] = []
     os.environ["COTRAIN_CACHE_DIR"] = ""  # a plan of another run would hide what finds it
     # A shell lets what it puts into the background ignore Ctrl-C, which tests press.
