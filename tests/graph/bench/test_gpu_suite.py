@@ -15,9 +15,10 @@ from bench.gpu import suite as gpu_suite
 from bench.gpu.model import SIZES
 from bench.gpu.placer import Placer
 from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
+from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from tests.support.calibrations import with_constants_of_before
 
-CALIBRATED = functools.cache(gpu_suite.calibrate)
+CALIBRATED = functools.cache(calibrate)
 
 
 @pytest.fixture

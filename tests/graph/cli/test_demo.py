@@ -14,8 +14,8 @@ from rich.console import Console
 from cotrain_compile import files
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.demo.job import Shape, batch, standard_library
 from cotrain_compile.demo import run as demo
+from cotrain_compile.demo.job import Shape, batch, standard_library
 from cotrain_compile.demo.run import DemoOutcome, Settings, run
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.policies import RULES
