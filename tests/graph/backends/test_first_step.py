@@ -320,7 +320,7 @@ def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), None])
 def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
     training = Training()
     torch._dynamo.reset()
