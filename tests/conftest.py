@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the tests produce to tests/golden instead of comparing",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: no garbage is sought in it, now or by any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
