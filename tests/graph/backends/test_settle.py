@@ -100,9 +100,7 @@ def six_layers() -> StepGraph:
     return trace_graph(build)
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("resident", marks=pytest.mark.long), "fraction:1", "streamed"]
-)
+@pytest.mark.parametrize("policy", ["resident", "fraction:1", "streamed"])
 def test_layers_of_a_settled_plan_are_of_few_kinds(six_layers: StepGraph, policy: str) -> None:
     """Forward and backward of a layer, the first, the last, what is around them, updates.
 
