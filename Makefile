@@ -26,8 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: published tried test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
-# Files of tests are shared out over the cores, and one process more: ranks and processes wait for one another.
-WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
+# Files of tests are shared out over the cores, and two processes more: a third of the time a worker waits.
+WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 2)
 test: install
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 50
 
@@ -84,9 +84,11 @@ check: lint types test
 install: $(STAMP)
 
 # The stamp carries the torch version, so another TORCH installs again; so does a changed pyproject.toml.
+# Pip would compile 14,000 modules to bytecode on one core; a few are templates, which do not compile.
 $(STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install "torch==$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile "torch==$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install --no-compile -e ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	rm -f $(VENV)/.installed-torch-*
 	touch $@
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: no garbage is sought in it, now or by any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--update-golden") and os.environ.get("CI"):
         raise pytest.UsageError(
@@ -78,6 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers share the cores, as do the processes that they start; torch reads it when it loads.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    # Threads that spin while they wait for one another take the cores from the other workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config.stash[WRITTEN] = []
     os.environ["COTRAIN_CACHE_DIR"] = ""  # a plan of another run would hide what finds it
     # A shell lets what it puts into the background ignore Ctrl-C, which tests press.

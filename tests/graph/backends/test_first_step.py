@@ -221,7 +221,7 @@ def test_numbers_of_updates_that_went_to_the_host_are_in_nobodys_way_in_a_dynami
     assert cotrain_compile.inspect(step).plan.transfers
 
 
-@pytest.mark.parametrize("share", [0.8, 1.0])
+@pytest.mark.parametrize("share", [0.8, pytest.param(1.0, marks=pytest.mark.long)])
 def test_a_later_step_without_room_is_planned_and_run_again_and_exact(share: float) -> None:
     """Its dropouts are drawn again as they were, and what was planned keeps to the exact peak."""
     undisturbed, disturbed = Training(), Training()
@@ -330,7 +330,7 @@ def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), None])
 def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
     training = Training()
     torch._dynamo.reset()

@@ -71,7 +71,7 @@ def resident_plan(name: str) -> Plan:
     return solve(captured(name).problem(), SolveSettings(policy="resident"))
 
 
-LONG_ONLY = ("llama", "muon", "t5")
+LONG_ONLY = ("llama", "muon", "t5", "gpt2", "conv", "tied", "autocast-unclipped")
 SEEDS = [
     pytest.param(name, seed, marks=pytest.mark.long if seed or name in LONG_ONLY else ())
     for name in TRAININGS

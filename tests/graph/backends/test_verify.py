@@ -56,9 +56,7 @@ def same(run: Run, other: Run) -> bool:
 
 
 SHORT = [
-    ("mlp", "sgd", "coarse", "captured"),
     ("mlp", "adamw", "coarse", "fused"),
-    ("mlp", "muon", "streamed", "fused"),
     ("conv", "sgd", "zero-offload", "fused"),
 ]
 LONG = [
@@ -66,6 +64,8 @@ LONG = [
         pytest.param("mlp", "adamw", policy, "captured", marks=pytest.mark.long)
         for policy in ("resident", "coarse")
     ),
+    pytest.param("mlp", "sgd", "coarse", "captured", marks=pytest.mark.long),
+    pytest.param("mlp", "muon", "streamed", "fused", marks=pytest.mark.long),
     *(
         pytest.param(case, optimizer, "zero-offload", "fused", marks=pytest.mark.long)
         for case in CASES

@@ -170,6 +170,7 @@ def test_some_later_plan_holds_where_the_second_is_cut_elsewhere(resident_unet: 
     torch.testing.assert_close(placed.losses, resident_unet.losses, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long  # as of a UNet, in every run
 def test_the_second_plan_of_a_resnet_holds() -> None:
     with interpreted():
         check_second_plan("resnet", trained("resnet", policy="resident"))

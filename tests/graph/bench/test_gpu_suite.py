@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,17 @@ from bench.gpu import suite as gpu_suite
 from bench.gpu.model import SIZES
 from bench.gpu.placer import Placer
 from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
+from cotrain_compile.runtime.calibrate.calibrate import calibrate
+from tests.support.calibrations import with_constants_of_before
+
+CALIBRATED = functools.cache(calibrate)
 
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the suite writes; its tiny model has a single layer here."""
+    """Where the suite writes; its tiny model has a single layer here, and it calibrates once."""
+    with_constants_of_before(monkeypatch)
+    monkeypatch.setattr(gpu_suite, "calibrate", CALIBRATED)
     shape = SIZES["tiny"].shape
     monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], shape=replace(shape, layers=1)))
     return tmp_path / "suite.json"

@@ -198,9 +198,9 @@ def train(
     # Python number that is written back becomes an input with the third. The rate that is first 0
     # is one more.
     [
-        (SignDescent, 2),
+        pytest.param(SignDescent, 2, marks=pytest.mark.long),
         pytest.param(CountingSteps, 3, marks=pytest.mark.long),
-        (WarmedMomentum, 3),
+        pytest.param(WarmedMomentum, 3, marks=pytest.mark.long),
         (ScheduleFree, 4),
         (Lookahead, 3),
         (ThroughData, 2),

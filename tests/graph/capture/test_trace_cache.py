@@ -120,7 +120,7 @@ def test_an_error_of_what_compiles_a_found_graph_is_told_once(kept: Path) -> Non
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "conv"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "conv"])
 def test_a_graph_that_is_read_again_is_the_one_that_was_written(name: str) -> None:
     compared = []
 

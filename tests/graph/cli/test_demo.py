@@ -14,12 +14,15 @@ from rich.console import Console
 from cotrain_compile import files
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.cli.reading import read_problem
+from cotrain_compile.demo import run as demo
 from cotrain_compile.demo.job import Shape, batch, standard_library
 from cotrain_compile.demo.run import DemoOutcome, Settings, run
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.plan import Plan
+from cotrain_compile.runtime.calibrate.link_bench import Sizes
 from cotrain_compile.support.units import format_seconds
+from tests.support.calibrations import with_constants_of_before
 
 SMALL = Shape(context=16, width=32, layers=1, heads=2)
 
@@ -49,7 +52,10 @@ def said_by(chosen: Settings) -> tuple[DemoOutcome, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoOutcome, str]:
     """A demo from start to end, on this computer as measured: its folder and what it printed."""
     output = tmp_path_factory.mktemp("whole")
-    return output, *said_by(settings(output, machine=""))
+    with pytest.MonkeyPatch.context() as patch:
+        with_constants_of_before(patch)
+        patch.setattr(demo, "QUICK", Sizes(2**20, 64, 256, 2**16, 2**16, 1))
+        return output, *said_by(settings(output, machine=""))
 
 
 def test_it_trains_within_a_budget_that_no_rule_fits_and_matches_eager(

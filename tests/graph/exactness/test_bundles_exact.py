@@ -102,7 +102,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "clip"),
     [
-        ("adamw", torch.float32, 1e-3),
+        pytest.param("adamw", torch.float32, 1e-3, marks=LONG),
         ("sgd", torch.float32, None),
         pytest.param("two groups", torch.float32, 1e-3, marks=LONG),
         ("adamw fused", torch.bfloat16, 1e-3),

@@ -21,7 +21,13 @@ IN_EVERY_RUN: dict[str, Cell] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_EVERY_RUN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if "inductor" in cell else ())  # compiles C++
+        for name, cell in IN_EVERY_RUN.items()
+    ],
+)
 def test_an_idiom_is_equal_or_refused_with_advice_that_works(name: str) -> None:
     result = evaluate(all_idioms()[name], IN_EVERY_RUN[name])
     assert result.status in ("equal", "refused"), result.message

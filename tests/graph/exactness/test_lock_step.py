@@ -117,7 +117,7 @@ def deep(dtype: torch.dtype, rows: int = 64) -> Case:
     ("optimizer", "dtype"),
     [
         ("adamw", torch.float32),
-        ("adamw-groups", torch.bfloat16),
+        pytest.param("adamw-groups", torch.bfloat16, marks=pytest.mark.long),
         pytest.param("adam", torch.float64, marks=pytest.mark.long),
         *(pytest.param(o, torch.float32, marks=pytest.mark.long) for o in sorted(OPTIMIZERS)),
     ],
@@ -141,7 +141,7 @@ def test_a_step_in_lock_step_has_the_bits_of_the_captured_one(
     assert_bitwise_equal(placed, train_unplaced(case, OPTIMIZERS[optimizer]))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("rmsprop", marks=pytest.mark.long)])
 def test_a_peak_in_the_updates_is_that_of_the_plan(optimizer: str) -> None:
     """Up to there updates run as they are planned: in another order there would be another peak."""
 

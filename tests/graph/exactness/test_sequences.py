@@ -21,7 +21,7 @@ from tests.support.sequences.sequence import Sequence, random_sequence, simplest
 from tests.support.sequences.twin import Setup
 from tests.support.steps import cotrain
 
-SHORT = 2
+SHORT = 1
 LONG = tuple(range(SHORT, 20))
 
 

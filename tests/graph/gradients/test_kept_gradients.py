@@ -279,10 +279,7 @@ def resident_peaks(make: MakeLoop) -> dict[str, int]:
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "make",
-    [
-        pytest.param(m, marks=pytest.mark.long if m in (unclipped, one_function) else ())
-        for m in LOOPS
-    ],
+    [pytest.param(m, marks=() if m is kept_whole else pytest.mark.long) for m in LOOPS],
 )
 def test_plans_for_less_than_the_resident_peak_leave_the_gradients_of_eager(
     make: MakeLoop, share: float

@@ -19,7 +19,7 @@ from tests.support.captured_steps import TRAININGS, captured, differences, place
 from tests.support.plans.random_plans import random_plan
 
 # Dropout, two micro-batches, the user's own checkpoints, a convolution, attention, shared weights.
-SHORT = ("accumulating", "checkpointed", "autocast", "conv", "gpt2", "tied")
+SHORT = ("accumulating", "checkpointed", "autocast", "conv", "tied")
 SOME_TRAININGS = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.long]) for n in TRAININGS],

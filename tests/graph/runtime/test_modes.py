@@ -56,7 +56,7 @@ def seeds(count: int, in_a_long_run: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "seed"), seeds(6, in_a_long_run=100))
+@pytest.mark.parametrize(("name", "seed"), seeds(3, in_a_long_run=100))
 def test_a_random_plan_is_exact_in_exactly_its_memory(name: str, seed: int) -> None:
     problem = captured(name).problem()
     plan = random_plan(problem, random.Random(f"{name} {seed}"))

@@ -91,7 +91,11 @@ def assert_equal(one: Training, other: Training) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # The checkpoints below are of a weight that is fetched.
+    [pytest.param(k, marks=pytest.mark.long if k == "fetched" else ()) for k in KINDS],
+)
 def test_a_step_whose_weight_rests_on_disk_is_the_same_step(kind: str, tmp_path: Path) -> None:
     options = KINDS[kind]
     with_disk = Training(**options, disk=tmp_path)
