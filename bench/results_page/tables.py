@@ -73,8 +73,8 @@ def campaign(result: Result) -> str:
         seconds = [row["processor_s"] for row in rows]
         found.append(
             f"{len(rows)} cells in {words}: {percent(statistics.median(gaps))} above the bound in "
-            f"the median, {percent(max(gaps))} at worst, found in {statistics.median(seconds):.0f} "
-            f"s of processors, {max(seconds):.0f} s at worst."
+            f"the median, {percent(max(gaps))} at worst, in {statistics.median(seconds):.0f} s of "
+            f"processors ({max(seconds):.0f} s)."
         )
     return " ".join(found) + (
         f" In {told['users_fit']} cells checkpoints with a simple rule fit; "
