@@ -65,14 +65,20 @@ def tight(result: Result) -> str:
 
 
 def campaign(result: Result) -> str:
-    """Steps that were looked at after the search had been made."""
-    told, gap = result["summary"], result["summary"]["gap"]
-    return (
-        f"{told['cells']} cells, most in 1.1 times the least memory: {percent(gap['median'])} "
-        f"above the bound in the median, {percent(gap['worst'])} at worst, found in "
-        f"{told['processor_s']['median']:.0f} s of processors. In {told['users_fit']} cells "
-        f"checkpoints with a simple rule fit; {told['slower_than_users']} plans are slower than "
-        "those.\n"
+    """Steps that were looked at after the search had been made, by their budgets."""
+    told, found = result["summary"], list[str]()
+    for budget, words in (("1.1x", "1.1 times the least memory"), ("0.5", "half of all memory")):
+        rows = [row for row in result["rows"] if row["budget"] == budget and row["bound_s"]]
+        gaps = [row["step_s"] / row["bound_s"] - 1.0 for row in rows]
+        seconds = [row["processor_s"] for row in rows]
+        found.append(
+            f"{len(rows)} cells in {words}: {percent(statistics.median(gaps))} above the bound in "
+            f"the median, {percent(max(gaps))} at worst, in {statistics.median(seconds):.0f} s of "
+            f"processors ({max(seconds):.0f} s)."
+        )
+    return " ".join(found) + (
+        f" In {told['users_fit']} cells checkpoints with a simple rule fit; "
+        f"{told['slower_than_users']} plans are slower than those.\n"
     )
 
 

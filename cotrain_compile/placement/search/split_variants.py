@@ -45,7 +45,7 @@ SHARE = 0.75
 # up all sums once more.
 SAVES = 0.05
 # Where parts are so much faster than what is found first for whole ops, that leads nowhere.
-LEADS = 1.05
+LEADS = 1.15
 
 
 def best_split(
