@@ -105,7 +105,8 @@ def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     holders = gc.get_referrers(optimizer)
     # Where somebody has asked a scheduler for all that it has, a dictionary of that is between.
     between = [one for one in holders if type(one) is dict and one.get("optimizer") is optimizer]
-    holders += gc.get_referrers(*between)
+    if between:  # to ask for nothing takes as long
+        holders += gc.get_referrers(*between)
     return any(isinstance(one, LRScheduler) for one in holders)
 
 

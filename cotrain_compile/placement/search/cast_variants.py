@@ -18,47 +18,28 @@ from cotrain_compile.placement.casts import has_recasts
 from cotrain_compile.placement.policies import RULES, resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.schedule import Draft
 from cotrain_compile.placement.search.orders import reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.plan import Plan
 
-# Whether a search leads nowhere whose first plan this is, if it has found any.
-IsOutdone = Callable[[Draft | None], bool]
 # How to plan a problem with so much work and plans of the same step for smaller budgets.
-Climb = Callable[[Problem, SolveSettings, Sequence[Plan], IsOutdone], Plan]
-
-
-def never_outdone(found: Draft | None) -> bool:
-    """Whatever that is: there is nothing to compare it with."""
-    return False
+Climb = Callable[[Problem, SolveSettings, Sequence[Plan]], Plan]
 
 
 def best_cast(
-    problem: Problem,
-    settings: SolveSettings,
-    incumbents: Sequence[Plan],
-    climb: Climb,
-    is_outdone: IsOutdone,
+    problem: Problem, settings: SolveSettings, incumbents: Sequence[Plan], climb: Climb
 ) -> Plan:
     """The faster of the two plans; raises the `PlacementError` that lacks least where none fits."""
-
-    def is_outdone_once(found: Draft | None) -> bool:
-        if found is not None:
-            found = replace(found, placement=replace(found.placement, casts_once=True))
-        return is_outdone(found)
-
     began_s, policy = time.perf_counter(), settings.policy
     as_written = [plan for plan in incumbents if not plan.placement.casts_once]
     if not has_recasts(problem.dataflow) or _stays(problem, policy):
-        return climb(problem, settings, as_written, is_outdone)
+        return climb(problem, settings, as_written)
     found: list[Plan] = []
     refusals: list[PlacementError] = []
     own = [_with(plan, once=False) for plan in incumbents if plan.placement.casts_once]
     try:
         step = problem.casting_once().as_its_own_step()
-        within = replace(settings, work_limit=settings.work_limit / 2)
-        plan = climb(step, within, own, is_outdone_once)
+        plan = climb(step, replace(settings, work_limit=settings.work_limit / 2), own)
         # The rules of systems that know of no casts are theirs with each cast.
         if not plan.placement.fetched_whole:
             found.append(_told(_with(plan, once=True), problem))
@@ -69,7 +50,7 @@ def best_cast(
     try:
         left_s = max(0.0, settings.time_limit_s - (time.perf_counter() - began_s))
         within = replace(settings, work_limit=settings.work_limit / 2, time_limit_s=left_s)
-        found.append(climb(problem, within, as_written, is_outdone))
+        found.append(climb(problem, within, as_written))
     except PlacementError as refusal:
         refusals.append(refusal)
     if not found:

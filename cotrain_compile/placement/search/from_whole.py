@@ -1,8 +1,8 @@
 """From whole: the plan of a step, as a plan of the same step with some regions in parts.
 
-In: the problem of the step in parts, and a placement for it as it is. Out: a plan in parts that
-does the same with all that is whole, and recomputes the parts of what that recomputes. What leaves
-the device is chosen anew (`cover`): in parts less is there at once, so that less has to.
+In: the problem of the step in parts, and the plan for it as it is. Out: a plan in parts that does
+the same with all that is whole, and recomputes the parts of what that recomputes. What leaves the
+device is chosen anew (`cover`): in parts less is there at once, so that less has to.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.cover import covered
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan import Plan
 
 
-def from_whole(problem: Problem, before: Placement) -> Plan | None:
-    """The plan of `before` in the parts of `problem`; None where it does not fit, or has parts."""
+def from_whole(problem: Problem, whole: Plan) -> Plan | None:
+    """The plan `whole` in the parts of `problem`; None where it does not fit, or is in parts."""
+    before = whole.placement
     if before.splits or before.layers_per_pack or before.overlap_steps:
         return None
     if before.casts_once:

@@ -82,14 +82,10 @@ def _in_turn(
 
 def can_gain(problem: Problem, settings: SolveSettings, plan: Plan) -> bool:
     """Whether something moves, and the device waits for it."""
-    return bool(plan.tasks or plan.placement.recomputed) and waits(problem, settings, _step_s(plan))
-
-
-def waits(problem: Problem, settings: SolveSettings, step_s: float) -> bool:
-    """Whether the device waits in a plan that takes `step_s`."""
+    moves = bool(plan.tasks or plan.placement.recomputed)
     passes = (op.name for op in problem.dataflow.ops if op.phase is not Phase.OPTIMIZER)
     alone_s = math.fsum(problem.costs.device_s[name] for name in passes)
-    return step_s > (1.0 + settings.gap) * alone_s
+    return moves and _step_s(plan) > (1.0 + settings.gap) * alone_s
 
 
 def _step_s(plan: Plan) -> float:

@@ -25,7 +25,7 @@ from cotrain_compile.placement.milp.bound import OnThread, certified_bound_s
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.cast_variants import IsOutdone, best_cast, never_outdone
+from cotrain_compile.placement.search.cast_variants import best_cast
 from cotrain_compile.placement.search.climb_levels import (
     aim_lower,
     climb_by_program,
@@ -87,23 +87,15 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def in_order(
-        whole: Problem, within: SolveSettings, plans: Sequence[Plan], is_outdone: IsOutdone
-    ) -> Plan:
+    def in_order(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
         def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
             own = space if ordered.dataflow is problem.dataflow else None
-            outdone = is_outdone if ordered.dataflow is whole.dataflow else never_outdone
-            return _Search(ordered, within, told, own, work, outdone).run(own_plans)
+            return _Search(ordered, within, told, own, work).run(own_plans)
 
         return best_order(whole, within, plans, climb)
 
-    def cast(
-        whole: Problem,
-        within: SolveSettings,
-        plans: Sequence[Plan],
-        is_outdone: IsOutdone = never_outdone,
-    ) -> Plan:
-        return best_cast(whole, within, plans, in_order, is_outdone)
+    def cast(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+        return best_cast(whole, within, plans, in_order)
 
     return best_split(problem, settings, incumbents, cast)
 
@@ -116,10 +108,8 @@ class _Search(Attempts):
         progress: Progress,
         space: DecisionSpace | None,
         work: Allowance,
-        is_outdone: IsOutdone,
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
-        self.is_outdone = is_outdone
         self.bound: OnThread[float] | None = None
         self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
@@ -167,10 +157,7 @@ class _Search(Attempts):
         self._reuse(incumbents)
         if incumbents:  # of plans nobody knows how else they may be scheduled
             fetch_late(self)
-        self._settle_quickly()
-        if self.is_outdone(self.found.fastest):
-            return
-        for stage in (self._settle, self._relax_fastest, self._climb_on):
+        for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
             stage()
             if not self._may_gain():
                 break
@@ -183,16 +170,11 @@ class _Search(Attempts):
         return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
     def _settle_quickly(self) -> None:
-        """What needs no program, and of that the first levels."""
-        if self.settings.recompute:
-            climb_quickly(self, self.levels)
-        else:
-            self.try_greedy(self.step)
-
-    def _settle(self) -> None:
-        """What needs no program, and of that all that is sure to tell."""
+        """What needs no program, and of that what is sure to tell."""
         if not self.settings.recompute:
+            self.try_greedy(self.step)
             return
+        climb_quickly(self, self.levels)
         best = fastest_of(self.variants, self.found.fastest_s)
         if best is not self.step:
             follow_rules(self, best)

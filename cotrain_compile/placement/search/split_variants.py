@@ -1,11 +1,11 @@
 """Split variants: the fastest plan over the numbers of parts in which regions of a step may run.
 
-In: a Problem, settings, and how a step is planned. The step with whole ops comes first. Where its
-first plan waits for moves the step in parts is planned as a step of its own, in a few numbers of
-parts: the fewest with which all fits, or beyond which little more memory is saved, and where none
-of these has a plan those that need least. Where that is far faster, no more is looked for with
-whole ops; else with all of the work, as if nothing could run in parts, so that a plan with parts is
-never slower than one without. Where all fits nothing is split.
+In: a Problem, settings, and how a step is planned. The step with whole ops comes first, with all of
+the work, as if nothing could run in parts: so that a plan with parts is never slower than one
+without. Where its plan moves anything and the device waits for it, or there is none, the step in
+parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
+beyond which little more memory is saved, and where none of these has a plan those that need least.
+Where all fits nothing is split.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.schedule import Draft
-from cotrain_compile.placement.search.cast_variants import Climb, never_outdone
 from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
-from cotrain_compile.placement.search.orders import can_gain, reported_together, waits
+from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.split import split_regions
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan import Plan
 from cotrain_compile.support.units import format_bytes, format_seconds
 
+# How to plan a problem with so much work and plans of the same step for smaller budgets.
+Climb = Callable[[Problem, SolveSettings, Sequence[Plan]], Plan]
 Splits = Mapping[str, int]
 
 # Numbers of parts that are looked at.
@@ -44,8 +44,6 @@ SHARE = 0.75
 # More parts are worth a try where they save so much of what the step needs as a whole: each adds
 # up all sums once more.
 SAVES = 0.05
-# Where parts are so much faster than what is found first for whole ops, that leads nowhere.
-LEADS = 1.15
 
 
 def best_split(
@@ -56,91 +54,62 @@ def best_split(
     Raises the `PlacementError` of the one that lacks least where none fits.
     """
     whole = [plan for plan in incumbents if not plan.placement.splits]
-    if not (settings.split and settings.policy == "auto" and problem.dataflow.regions):
-        return climb(problem, settings, whole, never_outdone)
-    parts = _InParts(problem, settings, incumbents, climb)
-    found, refused = parts.found, parts.refused
+    regions = problem.dataflow.regions
+    if not (settings.split and settings.policy == "auto" and regions):
+        return climb(problem, settings, whole)
+    began_s = time.perf_counter()
+    found: list[Plan] = []
+    refused: list[tuple[Splits, PlacementError]] = []
     # To see that nothing fits is quick; what that lacks is said where no others fit either.
+    unsaid: list[tuple[Splits, Callable[[], Plan]]] = []
     if _is_too_large(problem):
-        parts.unsaid.append(({}, partial(climb, problem, settings, whole, never_outdone)))
+        unsaid.append(({}, partial(climb, problem, settings, whole)))
     else:
         try:
-            plan = climb(problem, settings, whole, parts.outdo)
-            if not can_gain(problem, settings, plan):
-                return plan
-            found.insert(0, plan)
+            found.append(climb(problem, settings, whole))
+            if not can_gain(problem, settings, found[0]):
+                return found[0]
         except PlacementError as refusal:
             refused.append(({}, refusal))
-    if not parts.are_tried:
-        parts.plan_all([plan.placement for plan in found])
+    tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
+    candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
+    for splits in _with_a_last_resort(problem, candidates, found):
+        own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
+        parts = _in_parts(problem, splits)
+        own += [p for whole in found if (p := from_whole(parts, whole)) is not None]
+        share = (SHARE if found else 1.0) / len(candidates)
+        left_s = settings.time_limit_s - (time.perf_counter() - began_s)
+        within = replace(
+            settings,
+            work_limit=share * settings.work_limit,
+            time_limit_s=max(share * settings.time_limit_s, left_s),
+        )
+        if _is_too_large(parts):
+            unsaid.append((splits, partial(climb, parts, within, own)))
+            continue
+        try:
+            plan = climb(parts, within, own)
+            found.append(_told_apart(_with(plan, splits)))
+        except PlacementError as refusal:
+            refused.append((splits, refusal))
     if not found:
-        refused += ((splits, _refusal(climb_on)) for splits, climb_on in parts.unsaid)
+        refused += ((splits, _refusal(climb_on)) for splits, climb_on in unsaid)
         raise _least_of(problem, refused)
-    best = min(found, key=_step_s)
-    notes = (*best.notes, *_notes(problem, best, parts.candidates))
+    best = min(found, key=lambda plan: plan.predicted.makespan_s)
+    notes = (*best.notes, *_notes(problem, best, candidates))
     return replace(reported_together(best, found, lambda way, plan: way), notes=notes)
 
 
-class _InParts:
-    """The step in parts: `found` are its plans, `candidates` the numbers of parts tried so far."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        settings: SolveSettings,
-        incumbents: Sequence[Plan],
-        climb: Climb,
-    ) -> None:
-        self.problem, self.settings, self.climb = problem, settings, climb
-        self.incumbents, self.began_s = incumbents, time.perf_counter()
-        self.found: list[Plan] = []
-        self.refused: list[tuple[Splits, PlacementError]] = []
-        self.unsaid: list[tuple[Splits, Callable[[], Plan]]] = []
-        self.candidates: list[Splits] = []
-        self.are_tried = False
-
-    def outdo(self, whole: Draft | None) -> bool:
-        """Whether the step in parts is far faster than what is found first for whole ops."""
-        if whole is None or not waits(self.problem, self.settings, whole.step_s):
-            return False
-        if not self.are_tried:
-            self.plan_all([whole.placement])
-        return LEADS * min(map(_step_s, self.found), default=math.inf) < whole.step_s
-
-    def plan_all(self, begun: Sequence[Placement]) -> None:
-        """Plan the step in all numbers of parts; `begun` is what is found for whole ops."""
-        self.are_tried = True
-        problem, settings = self.problem, self.settings
-        tried = [*_worth_a_try(problem), *(p.placement.splits for p in self.incumbents)]
-        self.candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
-        for splits in self._in_turn(begun):
-            own = [_with(plan, {}) for plan in self.incumbents if plan.placement.splits == splits]
-            parts = _in_parts(problem, splits)
-            own += [plan for each in begun if (plan := from_whole(parts, each)) is not None]
-            share = (SHARE if begun or self.found else 1.0) / len(self.candidates)
-            left_s = settings.time_limit_s - (time.perf_counter() - self.began_s)
-            within = replace(
-                settings,
-                work_limit=share * settings.work_limit,
-                time_limit_s=max(share * settings.time_limit_s, left_s),
-            )
-            climb_on = partial(self.climb, parts, within, own, never_outdone)
-            if _is_too_large(parts):
-                self.unsaid.append((splits, climb_on))
-                continue
-            try:
-                self.found.append(_told_apart(_with(climb_on(), splits)))
-            except PlacementError as refusal:
-                self.refused.append((splits, refusal))
-
-    def _in_turn(self, begun: Sequence[Placement]) -> Iterator[Splits]:
-        """`candidates`, and where nothing has a plan the parts that need least, which join them."""
-        yield from tuple(self.candidates)
-        if not (begun or self.found):
-            smallest = _needing_least(self.problem)
-            if smallest and smallest not in self.candidates:
-                self.candidates.append(smallest)
-                yield smallest
+def _with_a_last_resort(
+    problem: Problem, candidates: list[Splits], found: Sequence[Plan]
+) -> Iterator[Splits]:
+    """`candidates`, and where none has led to a plan the parts that need least, added to them."""
+    yield from tuple(candidates)
+    if not found:
+        smallest = _needing_least(problem)
+        if smallest and smallest not in candidates:
+            candidates.append(smallest)
+            yield smallest
 
 
 def _needing_least(problem: Problem) -> Splits:
@@ -264,10 +233,6 @@ def _in_parts(problem: Problem, splits: Splits) -> Problem:
 @remembered
 def _as_its_own(problem: Problem, splits: tuple[tuple[str, int], ...]) -> Problem:
     return problem.splitting(dict(splits)).as_its_own_step()
-
-
-def _step_s(plan: Plan) -> float:
-    return plan.predicted.makespan_s
 
 
 def _with(plan: Plan, splits: Splits) -> Plan:

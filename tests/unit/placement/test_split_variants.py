@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
@@ -21,12 +19,9 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search import split_variants
-from cotrain_compile.placement.search.cast_variants import IsOutdone
 from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.search.split_variants import best_split
-from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from tests.support.random_problems import PLENTY, resident_bytes
 from tests.unit.placement.test_split import head
@@ -66,36 +61,13 @@ def test_a_search_with_parts_is_never_slower(share: float, machine: str) -> None
     assert step_s(problem, SETTINGS) <= whole_s
 
 
-@pytest.mark.parametrize("leads", [1.0, math.inf])
-def test_whole_ops_go_no_further_where_parts_lead(
-    monkeypatch: pytest.MonkeyPatch, leads: float
-) -> None:
-    problem, alone = problem_of(0.97), replace(SETTINGS, split=False)
-    whole, asked = solve(problem, alone), list[Problem]()
-    monkeypatch.setattr(split_variants, "LEADS", leads)
-
-    def climb(
-        step: Problem, settings: SolveSettings, plans: Sequence[Plan], is_outdone: IsOutdone
-    ) -> Plan:
-        asked.append(step)
-        if step is not problem:
-            return solve(step, alone, incumbents=plans)
-        assert not is_outdone(None)
-        found = draft(problem, whole.placement)
-        assert is_outdone(found) == is_outdone(found) == (leads == 1.0)
-        return whole
-
-    assert best_split(problem, SETTINGS, (), climb).placement.splits
-    assert len(asked) == len(set(map(id, asked))) > 1
-
-
 def test_what_the_whole_plan_does_is_done_in_parts() -> None:
     problem = problem_of(0.97)
     whole = solve(problem, replace(SETTINGS, split=False))
     (region,) = problem.dataflow.regions
     splits = {region.name: 2}
     parts = problem.splitting(splits).as_its_own_step()
-    plan = from_whole(parts, whole.placement)
+    plan = from_whole(parts, whole)
     assert plan is not None
     check(parts, plan)
     again = {whole_name(name) for name in plan.placement.recomputed}
@@ -104,8 +76,8 @@ def test_what_the_whole_plan_does_is_done_in_parts() -> None:
     }
     assert plan.placement.updates == whole.placement.updates
     in_parts = replace(whole, placement=replace(whole.placement, splits=splits))
-    assert from_whole(parts, in_parts.placement) is None
-    assert from_whole(parts.with_budget(Tier.DEVICE, 1), whole.placement) is None
+    assert from_whole(parts, in_parts) is None
+    assert from_whole(parts.with_budget(Tier.DEVICE, 1), whole) is None
 
 
 def test_where_all_fits_nothing_is_split() -> None:
