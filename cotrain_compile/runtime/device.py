@@ -116,8 +116,9 @@ class Device(InFlight, Runtime, ABC):
 
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
-        self._held.hand_over()
-        for task in (*self._previous.values(), *self._tasks.values()):
+        started = (*self._previous.values(), *self._tasks.values())
+        self._held.hand_over_rest(started)
+        for task in started:
             self._end_of(task)
 
     @property

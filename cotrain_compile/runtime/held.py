@@ -8,7 +8,7 @@ waits, and then a single thread does all that is to be done before it can go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from cotrain_compile.analysis.races import IN_ORDER
 from cotrain_compile.plan import Lane as LaneName
@@ -31,6 +31,15 @@ class Held:
         for name, lane in self._lanes.items():
             if own := [task for task in tasks if task.lane == name]:
                 lane.hand_over(own)
+
+    def hand_over_rest(self, started: Iterable[Task]) -> None:
+        """Let all of `started`, in their order, begin that have not been handed over.
+
+        An interrupt may come between any two lines of this class, and of who starts a task: what it
+        kept from a thread is neither held any more nor ever done.
+        """
+        self._tasks = [task for task in started if not task.is_handed_over]
+        self.hand_over()
 
     def hand_over_for(self, awaited: Collection[Task]) -> Task | None:
         """Let those of `awaited` begin that are held, and what comes before them.

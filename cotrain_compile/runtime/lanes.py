@@ -75,6 +75,8 @@ class Task:
         self.lane = lane
         self.done = Done()
         self.started = False
+        self.is_handed_over = False  # to a thread
+        self._is_claimed = False  # by the thread that runs it
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
         self._state = threading.Lock()
@@ -97,7 +99,15 @@ class Task:
         call()
 
     def run(self) -> None:
-        """Do the work when what comes before it is done; nothing where it has been given up."""
+        """Do the work when what comes before it is done; nothing where it has been given up.
+
+        Of two threads that it was handed over to the second waits until it has ended.
+        """
+        with self._state:
+            is_first, self._is_claimed = not self._is_claimed, True
+        if not is_first:
+            self.done.wait()
+            return
         work: Callable[[], object] | None = None
         try:
             for task in self.after:
@@ -242,6 +252,9 @@ class WorkerLane:
         """Let `tasks` begin, also those of other lanes: one worker does one after the other."""
         self._last = tasks[-1]
         self._queue.put(tasks)
+        # Last: what an interrupt keeps from being said is handed over twice, which `run` allows.
+        for task in tasks:
+            task.is_handed_over = True
 
     @property
     def is_idle(self) -> bool:

@@ -45,6 +45,7 @@ class IssuedCopy(Task):
 
     # Not as a `Task` begins: most copies need neither lock nor event of their own.
     done, started, start_s, end_s = _ISSUED, True, 0.0, 0.0
+    is_handed_over = True
     error: BaseException | None = None
     start: Event | None = None
     number = 0
@@ -69,6 +70,7 @@ class LateCopy(IssuedCopy):
 
     def __init__(self, name: str, lane: str, course: Course, after: Sequence[Task]) -> None:
         Task.__init__(self, name, lane, _nothing, after, course)
+        self.is_handed_over = True  # to no thread: those that it waits for issue it
         self.pieces = []
         self._issuing: Issuing | None = None
         self._asked = 0

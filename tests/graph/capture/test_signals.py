@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.runtime.lanes import Task, WorkerLane
 from cotrain_compile.runtime.process.signals import HELD, HeldSignals
 from tests.support.captured_steps import differences
 from tests.support.faults import (
@@ -135,6 +136,23 @@ def test_ctrl_c_at_a_random_time_leaves_a_whole_step_or_none(name: str, tries: i
     rng, most_s = random.Random(name), 1.2 * seconds_of_a_step(name)
     for _ in range(tries):
         press_ctrl_c(name, rng.random() * most_s)
+
+
+def test_ctrl_c_while_a_task_is_handed_over_leaves_nothing_to_wait_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It came between the list of what is held and the queue: the step waited for ever."""
+    hand_over = WorkerLane.hand_over
+    trial, compiled = trial_of("all")
+
+    def interrupted_once(lane: WorkerLane, tasks: Sequence[Task]) -> None:
+        monkeypatch.setattr(WorkerLane, "hand_over", hand_over)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerLane, "hand_over", interrupted_once)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trial.take_step()
+    check_left(trial, compiled, "all", raised.value)
 
 
 @pytest.mark.parametrize(("name", "tries"), TRIES)

@@ -2,6 +2,9 @@
 
 import threading
 from collections.abc import Sequence
+from unittest.mock import Mock
+
+import pytest
 
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.runtime.held import Held
@@ -19,6 +22,7 @@ class Lanes:
         self.held = Held(self.lanes)
         self.ran: list[str] = []
         self.threads: set[str] = set()
+        self.tasks: list[Task] = []
 
     def start(self, lane: LaneName, name: str, after: Sequence[Task] = ()) -> Task:
         def work() -> None:
@@ -27,6 +31,7 @@ class Lanes:
 
         task = self.lanes[lane].submit(name, work, after, held=True)
         self.held.add(task)
+        self.tasks.append(task)
         return task
 
     def update(self, of: str) -> Task:
@@ -71,3 +76,33 @@ def test_behind_a_task_at_work_each_waits_on_its_own_lane() -> None:
     assert behind.done.wait(PATIENCE_S)
     assert slow.ran
     assert on.threads == {f"cotrain-{lane}-0" for lane in (DOWN, UP, HOST)}
+
+
+def test_what_an_interrupt_keeps_from_a_thread_is_handed_over_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on = Lanes()
+    last = on.update("a")
+    monkeypatch.setattr(WorkerLane, "hand_over", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        on.held.hand_over_for([last])
+    on.update("b")
+    with pytest.raises(KeyboardInterrupt):
+        on.held.hand_over()
+    monkeypatch.undo()
+    on.held.hand_over_rest(on.tasks)
+    assert all(task.done.wait(PATIENCE_S) for task in on.tasks)
+    assert sorted(on.ran) == sorted(task.name for task in on.tasks)
+
+
+def test_a_task_that_is_handed_over_twice_is_done_once() -> None:
+    on, go_on = Lanes(), threading.Event()
+    first = on.lanes[DOWN].submit("first", go_on.wait, ())
+    again = on.start(DOWN, "again", [first])
+    for lane in on.lanes.values():
+        lane.hand_over([again])
+    behind = on.start(UP, "behind")  # on a lane that waits for the other's
+    on.held.hand_over()
+    go_on.set()
+    assert behind.done.wait(PATIENCE_S)
+    assert on.ran == ["again", "behind"]
