@@ -1,7 +1,7 @@
 """First use: this computer as measured when a step was first planned for it, and kept on disk.
 
 In: the device of a step. Out: a `Machine` at measured rates, from a file where an earlier process
-has measured the same computer in the same settings, else from a calibration of a second or two,
+has measured the same computer in the same settings, else from a calibration of some seconds,
 which is said before it begins, and takes one sample of each figure where the computer is so busy
 that its time is over. What was measured while others had its cores is kept for as long as they have
 them. No step fails for being measured: the rates are guessed then, with a warning.
@@ -35,7 +35,7 @@ from cotrain_compile.support import limits
 from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.support.phases import is_listened, tell_phase
 
-# Beyond the caches of any processor, and few enough repeats to take a second or two.
+# Beyond the caches of any processor, and few enough repeats to take some seconds.
 QUICK = Sizes(copy_bytes=2**26, matmul_side=1024, updated_parameters=2**23, repeats=3)
 # What has not been sampled by then is sampled once.
 SAMPLING_S = 5.0
