@@ -38,14 +38,6 @@ def _large_step(r: Result) -> Sequence[str]:
     return f"{r['capture_extract_analysis_s']:.0f}", f"{r['process_peak_bytes'] / 2**30:.1f}"
 
 
-def _target(name: str, digits: int = 1) -> Callable[[Result], Sequence[str]]:
-    def values(r: Result) -> Sequence[str]:
-        target = r["summary"]["targets"][name]
-        return percent(target["median"], digits), percent(target["worst"], digits)
-
-    return values
-
-
 def _gaps(r: Result) -> Sequence[str]:
     gaps = sorted((row["gap"] for row in r["rows"] if row["gap"] is not None), reverse=True)
     return percent(statistics.median(gaps)), percent(gaps[0], 0), percent(gaps[1], 0)
@@ -154,12 +146,6 @@ FIGURES = (
         PLACEMENT, "| {} plans | median | worst |", "placement", lambda r: [str(len(r["rows"]))]
     ),
     Figure(PLACEMENT, "| above the certified bound | {} % | {} %, then {} % |", "placement", _gaps),
-    Figure(
-        PLACEMENT,
-        "| objective of the program against the simulation | {} % | {} % |",
-        "placement",
-        _target("claim_difference"),
-    ),
     Figure(PLACEMENT, "| time to solve | {} s | {} s |", "placement", _solve_s),
     Figure(
         PLACEMENT,
