@@ -119,6 +119,7 @@ class Device(InFlight, Runtime, ABC):
         started = (*self._previous.values(), *self._tasks.values())
         self._held.hand_over_rest(started)
         for task in started:
+            task.resume()  # in this order: all that it waits for has ended
             self._end_of(task)
 
     @property

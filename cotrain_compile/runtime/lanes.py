@@ -127,6 +127,9 @@ class Task:
             work = None
             self._end()
 
+    def resume(self) -> None:
+        """Go on where an interrupt of the step's thread has left it: nothing, for a lane's task."""
+
     def give_up(self, error: BaseException) -> None:
         """End it with `error`, also where its work is still at it, perhaps for ever."""
         self._fail(error)

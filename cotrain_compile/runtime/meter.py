@@ -129,8 +129,9 @@ class MemoryMeter:
                 self._settle()
             if key in self._storages:
                 return
-            counted = self._storages[key] = _Counted(storage, self._when_gone)
-            counted.key, counted.tier, counted.nbytes = key, tier, nbytes
+            counted = _Counted(storage, self._when_gone)
+            counted.tier, counted.nbytes, counted.key = tier, nbytes, key
+            self._storages[key] = counted
             used = self._change(tier, nbytes)
             if used > self.budgets[tier] and _ranks_exchange():
                 used = self._used_after_exchanges(tier)
@@ -251,11 +252,14 @@ class MemoryMeter:
         """Take off what has died, under the lock."""
         while self._gone:
             counted = self._gone.popleft()
-            if self._remembered.get(counted.key) is counted:
+            if not hasattr(counted, "key"):
+                continue  # an interrupt came before it was counted
+            key = counted.key
+            if self._remembered.get(key) is counted:
                 self._remembered = {}
             # What was let go at the start of a step counts no more.
-            if self._storages.get(counted.key) is counted:
-                del self._storages[counted.key]
+            if self._storages.get(key) is counted:
+                del self._storages[key]
                 self._change(counted.tier, -counted.nbytes)
 
     def _change(self, tier: Tier, nbytes: int) -> int:

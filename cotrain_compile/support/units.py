@@ -20,8 +20,11 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_budget(nbytes: int) -> str:
-    """As `format_bytes`; `20` -> "20 B (did you mean '20GiB'?)", since no step needs so little."""
-    meant = f" (did you mean '{nbytes}GiB'?)" if nbytes < 1024 else ""
+    """As `format_bytes`; `20` -> "20 B (did you mean '20GiB'?)", since no step needs so little.
+
+    `0` means none.
+    """
+    meant = f" (did you mean '{nbytes}GiB'?)" if 0 < nbytes < 1024 else ""
     return format_bytes(nbytes) + meant
 
 

@@ -65,13 +65,17 @@ def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: PeakOp) -> str:
 def refuse_disk(problem: Problem, placement: Placement, needed: int) -> NoReturn:
     """Raise `PlacementError`: what rests on disk needs `needed` bytes there."""
     budget = problem.disk_bytes
-    other = "host_memory_budget"
-    if placement.policy == RESTING_RULE:
-        other = "set disk to a folder on a larger drive" if budget else "set disk to a folder"
+    told, way_on = "there is no disk: ", "set disk to a folder"
+    if budget:
+        told = (
+            f"disk_budget is {format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
+            "disk_budget, or "
+        )
+        way_on += " on a larger drive"
+    if placement.policy != RESTING_RULE:
+        way_on = "raise host_memory_budget"
     raise PlacementError(
-        f"policy {placement.policy!r} needs {format_bytes(needed)} on disk, "
-        f"but disk_budget is {format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
-        f"disk_budget, or {other}",
+        f"policy {placement.policy!r} needs {format_bytes(needed)} on disk, but {told}{way_on}",
         shortfall_bytes=needed - budget,
         tier=Tier.DISK,
     )

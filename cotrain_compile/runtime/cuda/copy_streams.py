@@ -59,6 +59,15 @@ class IssuedCopy(Task):
         """When the card has done all of it; it has been issued without an error."""
         return self.pieces[-1]
 
+    @property
+    def ran(self) -> bool:
+        """Whether all of it was issued, and that was noted: an interrupt may come before either."""
+        return self.error is None and bool(self.pieces) and self.done.is_set()
+
+    @property
+    def broke_off(self) -> bool:
+        return self.started and not self.ran
+
     def refused(self, error: BaseException) -> None:
         """It could not be issued."""
         self.error = without_frames(error)
@@ -74,7 +83,7 @@ class LateCopy(IssuedCopy):
         self.pieces = []
         self._issuing: Issuing | None = None
         self._asked = 0
-        self._at_work = False
+        self._at_work: int | None = None  # the thread that issues it
 
     def begin(self, issuing: Issuing, followed: Task | None) -> None:
         """Go on whenever something that it waits for has ended, beginning now.
@@ -90,20 +99,36 @@ class LateCopy(IssuedCopy):
                 task.when_done(self._go_on)
         self._go_on()
 
+    def resume(self) -> None:
+        """As `Task.resume`; all that it waits for has ended."""
+        with self._state:
+            if self.done.is_set() or self._at_work not in (None, threading.get_ident()):
+                return
+            # This thread was at it, or had not said how it is issued.
+            was_interrupted = self._at_work is not None or self._issuing is None
+            self._at_work = None
+        if was_interrupted:
+            self._ended(InterruptedError("an interrupt came before it was issued"))
+        else:
+            self._go_on()
+
     def _go_on(self) -> None:
         """Issue what may be issued; where another thread is at it, that one looks once more."""
-        with self._state:
-            self._asked += 1
-            if self._at_work or self.done.is_set():
-                return
-            self._at_work = True
         try:
+            with self._state:
+                self._asked += 1
+                if self._at_work is not None or self.done.is_set():
+                    return
+                self._at_work = threading.get_ident()
             while self._is_asked_again():
                 pass
         except FollowedFailed as failed:
             self._ended(failed.error)
         except BaseException as error:
-            self._ended(error)
+            if self._at_work == threading.get_ident():  # or another thread ends it
+                self._ended(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _is_asked_again(self) -> bool:
         """Issue what may be issued; whether somebody asked meanwhile and there is more to do."""
@@ -111,8 +136,9 @@ class LateCopy(IssuedCopy):
         if all(task.done.is_set() for task in self.after) and self._is_issued():
             return False
         with self._state:
-            self._at_work = self._asked != asked
-            return self._at_work
+            if self._asked == asked:
+                self._at_work = None
+            return self._at_work is not None
 
     def _is_issued(self) -> bool:
         """Issue the pieces that may be; whether it has ended with that."""

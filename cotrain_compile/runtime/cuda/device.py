@@ -331,7 +331,7 @@ class CudaDevice(Device):
             passes(copy)
 
         course = self._course(launch)
-        self._begin(lane, launch, run, before, course)
+        self._submit(lane, launch, run, before, course)
 
     def _start_work(
         self,
@@ -355,20 +355,7 @@ class CudaDevice(Device):
                 event.synchronize()
             work()
 
-        self._begin(LaneName.HOST, launch, wait_and_work, before, course)
-
-    def _begin(
-        self,
-        lane: LaneName,
-        launch: Launch,
-        work: Callable[[], object],
-        before: Sequence[Task],
-        course: Course,
-    ) -> None:
-        """Known before it begins: an interrupt must not leave it to itself."""
-        task = self._lanes[lane].submit(launch.task, work, before, course, held=True)
-        self._tasks[launch.task] = task
-        self._lanes[lane].hand_over([task])
+        self._submit(LaneName.HOST, launch, wait_and_work, before, course)
 
     def _arrival(self, task: str) -> Callable[[int], None] | None:
         copy = self._tasks[task]

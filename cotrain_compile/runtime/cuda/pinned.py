@@ -149,7 +149,7 @@ class PinnedPool:
         row = torch.frombuffer(slab.mapping.memory, dtype=dtype, count=elements, offset=slab.offset)
         storage = row.untyped_storage()
         lent = _Lent(storage, self._died.append)
-        lent.key, lent.slab, lent.nbytes = storage._cdata, slab, nbytes
+        lent.slab, lent.nbytes, lent.key = slab, nbytes, storage._cdata
         # A storage that has died meanwhile may have had this key: it must not take the slab along.
         self._lent[lent.key] = lent
         return row
@@ -205,6 +205,8 @@ class PinnedPool:
                 lent = self._died.popleft()
             except IndexError:
                 return  # another thread took it
+            if not hasattr(lent, "key"):
+                continue  # an interrupt came before it was lent
             if self._lent.get(lent.key) is lent:
                 del self._lent[lent.key]
             self._free[lent.nbytes].append(lent.slab)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.cuda.copy_streams import TOGETHER_BYTES
+from cotrain_compile.runtime.course import WHOLE
+from cotrain_compile.runtime.cuda.copy_streams import TOGETHER_BYTES, CopyStreams, LateCopy
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.ops import Launch
@@ -112,3 +115,32 @@ def test_homes_on_the_host_are_pinned_in_one_call(device: CudaDevice, card: Coun
     device.bring_home([(value, Tier.HOST) for value in values])
     assert len(card.pinned) == 1
     assert all(map(torch.equal, values, before))
+
+
+@pytest.mark.usefixtures("watchdog")
+@pytest.mark.parametrize("lines", [("begin",), ("_is_asked_again", "_ended")])
+def test_a_copy_that_an_interrupt_keeps_from_its_stream_ends_all_the_same(
+    device: CudaDevice, lines: Sequence[str]
+) -> None:
+    """Nobody would issue it: no thread has it, and what it waits for ends without a word to it."""
+    may_end = threading.Event()
+    device._start_work(may_end.wait, Launch("slow"), WHOLE)
+    interrupts = dict.fromkeys(lines, mock.Mock(side_effect=KeyboardInterrupt))
+    with mock.patch.multiple(LateCopy, **interrupts), pytest.raises(KeyboardInterrupt):
+        device.offload(torch.ones(4), Launch("copy", after=("slow",)))
+    may_end.set()
+    device.drain()
+    assert device._tasks["slow"].ran
+    assert not device._tasks["copy"].ran
+
+
+@pytest.mark.usefixtures("watchdog")
+def test_a_copy_that_an_interrupt_comes_before_may_be_half_written(device: CudaDevice) -> None:
+    with (
+        mock.patch.object(CopyStreams, "issue_now", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        device.offload(torch.ones(4), Launch("copy"))
+    device.drain()
+    assert not device.is_busy
+    assert device._tasks["copy"].broke_off

@@ -86,7 +86,7 @@ def test_on_nvme_states_and_masters_rest_on_the_drive_whatever_the_host_has_room
     for way in ("offload", "prefetch"):
         assert plan.bytes_moved(way) == above.bytes_moved(way)
     assert plan.predicted.makespan_s > above.predicted.makespan_s
-    with pytest.raises(PlacementError, match=r"on disk, but disk_budget is 0 .*, or set disk to a"):
+    with pytest.raises(PlacementError, match=r"on disk, but there is no disk: set disk to a"):
         schedule(formulate(step, card, PLENTY), rule)
 
 
