@@ -29,6 +29,7 @@ _fma = getattr(torch.ops.prims, "fma", None)
 _IMAGES = 8
 # More than the caches of a core or of a card.
 POOL_BYTES = 64 << 20
+_DRAWN = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Operands:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._pool = self.new(POOL_BYTES // dtype.itemsize)
+        drawn = self.new(_DRAWN)  # and repeated: no cache knows, and to draw all takes seconds
+        self._pool = drawn.repeat(POOL_BYTES // (dtype.itemsize * _DRAWN))
         self._at = 0
 
     def new(self, *shape: int) -> Tensor:
