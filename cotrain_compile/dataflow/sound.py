@@ -90,13 +90,13 @@ def _require_updates_of_parameters(step: Dataflow, known: set[str]) -> None:
 def _require_draws_in_order(step: Dataflow) -> None:
     """No op of an update, which may run elsewhere and at another time, is kept in order."""
     ordered = {Role.RNG: "draws random numbers", Role.GROUP: "exchanges with other ranks"}
-    told = {buffer.name: ordered.get(buffer.role) for buffer in step.buffers}
-    in_updates = {name: group.param for group in step.updates for name in group.ops}
-    for op in step.ops if any(told.values()) else ():
-        if op.name in in_updates:
-            does = [word for name in (*op.reads, *op.writes) if (word := told[name])]
-            where = f"the update of {in_updates[op.name]}"
-            require(not does, f"op {op.name} of {where} {' and '.join(does[:1])}")
+    told = {b.name: ordered[b.role] for b in step.buffers if b.role in ordered}
+    in_updates = ((group, name) for group in step.updates for name in group.ops)
+    for group, name in in_updates if told else ():
+        touched = step.ops[step.position[name]].touched
+        if not told.keys().isdisjoint(touched):
+            does = next(told[each] for each in touched if each in told)
+            raise ValueError(f"op {name} of the update of {group.param} {does}")
 
 
 def _require_made(step: Dataflow) -> None:

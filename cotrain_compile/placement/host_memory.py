@@ -124,6 +124,7 @@ def updates_alone(dataflow: Dataflow) -> tuple[object, Same[object]]:
     return owner, Same([dataflow.pieces, *ops, *buffers, *others])
 
 
+@once
 @once_alike(updates_alone)
 def _made_bytes(dataflow: Dataflow) -> Mapping[str, int]:
     """What `made_by` says of the update of each parameter."""

@@ -76,6 +76,7 @@ def written_early(dataflow: Dataflow) -> Mapping[str, Mapping[str, int]]:
     return found
 
 
+@once  # a key takes longer to compare than a step is asked for
 @once_alike(updates_alone)
 def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
     """The needs of every update of a step, by parameter."""

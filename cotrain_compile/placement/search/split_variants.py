@@ -21,10 +21,10 @@ from cotrain_compile.dataflow.regions import Region
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import has_recasts
+from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import remembered
-from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
 from cotrain_compile.placement.search.orders import can_gain, reported_together
@@ -142,7 +142,7 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
     """
     chosen: dict[str, int] = {}
     fits: Splits = {}
-    budget, whole = problem.budgets[Tier.DEVICE], _needs(problem)
+    budget, whole = problem.budgets[Tier.DEVICE], _needs(problem.dataflow)
     for of_kind in _by_kind(problem.dataflow):
         if not _can_matter(problem.dataflow, of_kind, whole):
             continue
@@ -152,7 +152,7 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
             names = {r.name: parts for r in of_kind}
             if any(r.length < parts for r in of_kind):
                 break
-            needs[parts] = _needs(_in_parts(problem, {**chosen, **names}))
+            needs[parts] = _needs(split_regions(problem.dataflow, {**chosen, **names}))
             if needs[parts][0] <= budget and not fits:
                 fits = {**chosen, **names}
             least = _least_in_parts(needs[parts // 2], needs[parts], parts)
@@ -214,10 +214,10 @@ def _is_near(need: Sequence[int], least: Sequence[float], whole: Sequence[int]) 
     return all(n <= most + SAVES * was for n, most, was in zip(need, least, whole, strict=True))
 
 
-def _needs(problem: Problem) -> tuple[int, int]:
+def _needs(dataflow: Dataflow) -> tuple[int, int]:
     """Bytes of the device where nothing moves, and where all does that can."""
-    moves = moves_of(problem, resident(problem.dataflow))
-    return max(moves.slot_bytes), floor_bytes(problem.dataflow)
+    placed = place_dataflow(dataflow, resident(dataflow))
+    return max(placed.device_bytes), floor_bytes(dataflow)
 
 
 def _least(problem: Problem, splits: Splits) -> int:
@@ -295,7 +295,8 @@ def _notes(problem: Problem, best: Plan, tried: Sequence[Splits]) -> Iterator[st
     regions, splits = problem.dataflow.regions, best.placement.splits
     if splits:
         parts = _in_parts(problem, splits)
-        saved = max(a - b for a, b in zip(_needs(problem), _needs(parts), strict=True))
+        needs = _needs(problem.dataflow), _needs(parts.dataflow)
+        saved = max(a - b for a, b in zip(*needs, strict=True))
         more_s = math.fsum(parts.costs.device_s[op.name] for op in parts.dataflow.ops)
         more_s -= math.fsum(problem.costs.device_s[op.name] for op in problem.dataflow.ops)
         yield (
