@@ -19,7 +19,9 @@ SCALED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "decay" in n else pytest.mark.long) for n in SCALED]
+)
 def test_a_scaled_sum_with_a_matrix_product_keeps_its_scale(name: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4, 8), torch.randn(8, 8), torch.randn(4, 8)
@@ -50,7 +52,9 @@ LAID_OUT: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAID_OUT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "ATen" in n else pytest.mark.long) for n in LAID_OUT]
+)
 def test_results_of_compiled_code_lie_in_memory_as_the_trace_says(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 12).mT if name != "kernels of ATen" else torch.randn(2, 8, 12)

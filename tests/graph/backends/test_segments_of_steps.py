@@ -71,7 +71,10 @@ def resident_plan(name: str) -> Plan:
     return solve(captured(name).problem(), SolveSettings(policy="resident"))
 
 
-LONG_ONLY = ("llama", "muon", "t5", "gpt2", "conv", "tied", "autocast-unclipped")
+LONG_ONLY = (
+    *("llama", "muon", "t5", "gpt2", "conv", "tied", "autocast-unclipped"),
+    *("unclipped", "frozen", "accumulating"),
+)
 SEEDS = [
     pytest.param(name, seed, marks=pytest.mark.long if seed or name in LONG_ONLY else ())
     for name in TRAININGS
@@ -88,14 +91,23 @@ def test_segments_of_a_random_plan_leave_the_same_bits(name: str, seed: int) -> 
     assert not differences(captured(name).train(compiled(name, plan)), reference(name))
 
 
-@pytest.mark.parametrize("name", ["clipped", "gpt2", "accumulating", "autocast"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clipped",
+        "gpt2",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("accumulating", "autocast")),
+    ],
+)
 def test_segments_of_a_resident_step_leave_the_same_bits(name: str) -> None:
     step = compiled(name, resident_plan(name))
     assert not differences(captured(name).train(step), reference(name))
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["clipped", "autocast", "accumulating", "conv"])
+@pytest.mark.parametrize(
+    "name", ["clipped", "autocast", "accumulating", pytest.param("conv", marks=pytest.mark.long)]
+)
 def test_the_tasks_of_the_plan_stay_in_order(name: str, seed: int) -> None:
     plan = some_plan(name, seed)
 

@@ -100,7 +100,9 @@ def six_layers() -> StepGraph:
     return trace_graph(build)
 
 
-@pytest.mark.parametrize("policy", ["resident", "fraction:1", "streamed"])
+@pytest.mark.parametrize(
+    "policy", ["resident", pytest.param("fraction:1", marks=pytest.mark.long), "streamed"]
+)
 def test_layers_of_a_settled_plan_are_of_few_kinds(six_layers: StepGraph, policy: str) -> None:
     """Forward and backward of a layer, the first, the last, what is around them, updates.
 

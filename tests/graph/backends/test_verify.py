@@ -57,7 +57,6 @@ def same(run: Run, other: Run) -> bool:
 
 SHORT = [
     ("mlp", "adamw", "coarse", "fused"),
-    ("conv", "sgd", "zero-offload", "fused"),
 ]
 LONG = [
     *(

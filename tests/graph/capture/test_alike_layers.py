@@ -107,7 +107,7 @@ def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=() if n in cheap else pytest.mark.long) for n in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, ["buffers", "checkpoints"]))
+@pytest.mark.parametrize("name", some(ALIKE, ["checkpoints"]))
 def test_the_graph_is_that_of_lowering_all_layers(
     name: str, left_out: list[range], put_back: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +146,7 @@ def copies_noted(of: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.long  # those of SGD with momentum are in every run
 def test_updates_of_parameters_that_look_alike_are_traced_once(
     copied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

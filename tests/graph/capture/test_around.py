@@ -211,7 +211,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {
 
 
 # What they do between steps the others do, too.
-SIMPLER = ("averaging", "logging norms", "freezing batchnorm")
+SIMPLER = ("averaging", "logging norms", "freezing batchnorm", "alternating")
 
 
 @pytest.mark.parametrize("policy", EACH_POLICY)

@@ -103,7 +103,7 @@ def test_a_window_longer_than_the_sequence_hides_nothing() -> None:
     [
         job(llama, "attention_mask"),
         pytest.param(job(llama, "position_ids"), marks=pytest.mark.long),
-        job(lambda: mistral(LENGTH // 2)),
+        pytest.param(job(lambda: mistral(LENGTH // 2)), marks=pytest.mark.long),
     ],
     ids=["padding", "packed sequences", "sliding window"],
 )

@@ -94,7 +94,7 @@ def told_apart(dataflow: Dataflow) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("apply", "plain"),
     [
-        (checkpointed, plainly),
+        pytest.param(checkpointed, plainly, marks=pytest.mark.long),
         pytest.param(partial(checkpoint, use_reentrant=True), plainly, marks=pytest.mark.long),
         pytest.param(selectively, plainly, marks=pytest.mark.long),
         (nested, plainly_nested),

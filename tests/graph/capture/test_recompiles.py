@@ -108,6 +108,7 @@ def test_what_has_changed_in_one_training_says_nothing_of_the_next_by_the_same_c
     assert Training().graphs_with("lr", "weight_decay", "eps") == [1, 2, 3, 3]
 
 
+@pytest.mark.long  # the story above forgets them, too
 def test_settings_are_forgotten_where_dynamo_is_reset() -> None:
     training = Training()
     assert training.graphs_with("weight_decay") == [1, 2]

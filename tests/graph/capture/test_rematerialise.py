@@ -29,7 +29,7 @@ from tests.support.steps import CASES, OPTIMIZERS, Step, cotrain, train_placed, 
 
 aten = torch.ops.aten
 VIEWS = (aten.detach.default, aten.t.default, aten.view.default)
-WIDTH, ROWS, LAYERS = 32, 256, 6
+WIDTH, ROWS, LAYERS = 32, 256, 3
 
 
 class Block(nn.Module):

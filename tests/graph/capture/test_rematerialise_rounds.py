@@ -73,7 +73,16 @@ def make_meta_learning(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-@pytest.mark.parametrize("make", [make_adversarial, make_sharpness_aware, make_meta_learning])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(
+            pytest.param(m, marks=pytest.mark.long)
+            for m in (make_adversarial, make_sharpness_aware)
+        ),
+        make_meta_learning,
+    ],
+)
 def test_a_forward_that_depends_on_a_gradient_is_eagers_with_remat(make: MakeStep) -> None:
     assert_as_eager(make, keep_grads=True, remat=True)
 

@@ -42,7 +42,7 @@ from tests.support.scaled_steps import (
 from tests.support.steps import OPTIMIZERS, SEED, Step, all_tensors, cotrain
 
 # Two of these run fused loops on the host, below; Muon is a second optimizer beside SGD.
-SKIPPED_OFTEN = ("sgd", "adagrad", "muon")
+SKIPPED_OFTEN = ("muon",)
 
 
 @pytest.mark.parametrize("policy", EACH_POLICY)

@@ -202,9 +202,9 @@ def train(
         pytest.param(CountingSteps, 3, marks=pytest.mark.long),
         pytest.param(WarmedMomentum, 3, marks=pytest.mark.long),
         (ScheduleFree, 4),
-        (Lookahead, 3),
+        pytest.param(Lookahead, 3, marks=pytest.mark.long),
         (ThroughData, 2),
-        (lion, 2),
+        pytest.param(lion, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_plain_subclass_is_captured(

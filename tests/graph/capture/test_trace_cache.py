@@ -73,7 +73,9 @@ def checkpointed(model: nn.Module, *batch: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "through"), [("mlp", None), ("tied", checkpointed)], ids=["mlp", "checkpointed"]
+    ("name", "through"),
+    [pytest.param("mlp", None, marks=pytest.mark.long), ("tied", checkpointed)],
+    ids=["mlp", "checkpointed"],
 )
 def test_a_step_found_on_disk_is_the_one_that_is_lowered(
     name: str, through: Any, kept: Path

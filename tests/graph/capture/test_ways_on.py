@@ -62,6 +62,7 @@ def test_a_causal_mask_is_said_to_be_one() -> None:
     )
 
 
+@pytest.mark.long  # adapters on such a model, below, are trained so in every run
 def test_gradient_checkpointing_of_hugging_face_has_no_cache() -> None:
     model = make_llama()
     model.config.use_cache = True  # type: ignore[union-attr]

@@ -98,7 +98,7 @@ def scale(compiled: Callable[[Step], Step], fused: bool) -> list[tuple[float, fl
     ]
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.long), True])
 def test_accelerate_scales_a_loss_and_sees_what_is_skipped(fused: bool) -> None:
     ours, eager = scale(PLACED, fused), scale(plain, fused)
     assert [row[1:] for row in ours] == [row[1:] for row in eager]

@@ -6,6 +6,7 @@ import re
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -61,6 +62,7 @@ def test_rates_and_parameters_of_one_rank_alone_are_found_while_it_trains(two_ra
         assert all("module.bias is not the same on ranks 0 and 1" in text for text in told)
 
 
+@pytest.mark.long  # in every run they agree on one behind a lack of memory
 def test_the_least_budget_of_all_ranks_is_that_of_their_plan(two_ranks: Ranks) -> None:
     (budgets, tasks), other = two_ranks.run(ddp_cases.with_different_budgets)
     assert (budgets, tasks) == other

@@ -132,7 +132,7 @@ def _check(of_ranks: list[tuple[Left, Left]], kinds: set[str], rounding: float) 
 @pytest.mark.parametrize(
     ("sharded", "kinds"),
     [
-        (False, {"all_reduce", "broadcast"}),
+        pytest.param(False, {"all_reduce", "broadcast"}, marks=pytest.mark.long),
         (True, {"all_gather_into_tensor", "reduce_scatter_tensor"}),
     ],
 )

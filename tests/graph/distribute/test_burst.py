@@ -14,6 +14,7 @@ from tests.support.ranks import Ranks
 from tests.support.wide_ranks import LAYERS
 
 
+@pytest.mark.long  # the example does so in every run
 def test_gpt2_trains_as_one_process_does(three_ranks: Ranks) -> None:
     wanted = alone("gpt2", 1)
     found = three_ranks.run(wide_ranks.trained_gpt2, {f"{LAYERS}.0": 1, f"{LAYERS}.1": 2})

@@ -31,7 +31,9 @@ def check(ranks: Ranks, sequence: RankSequence) -> bool:
     return is_over
 
 
-@pytest.mark.parametrize("sequence", [SHARDED, REPLICAS], ids=["shard", "ddp"])
+@pytest.mark.parametrize(
+    "sequence", [SHARDED, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["shard", "ddp"]
+)
 def test_all_ranks_train_or_all_are_told(two_ranks: Ranks, sequence: RankSequence) -> None:
     check(two_ranks, sequence)
 

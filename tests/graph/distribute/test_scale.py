@@ -164,7 +164,7 @@ def test_experts_are_divided_and_tokens_go_to_them(two_ranks: Ranks) -> None:
 
 def test_models_of_other_sizes_train_in_one_process(two_ranks: Ranks) -> None:
     """Sizes of DTensors that differ from those of the step before are no symbols to Dynamo."""
-    widths = (8, 12, 16)
+    widths = (8, 12)
     expected = losses_by_width(None, widths)
     for found in two_ranks.run(losses_by_width, widths):
         assert found == pytest.approx(expected, abs=2e-6)

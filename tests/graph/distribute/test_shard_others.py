@@ -64,6 +64,7 @@ def _split_in_layers(rank: int, parallel: bool) -> dict[str, torch.Tensor]:
     return whole(net.state_dict())
 
 
+@pytest.mark.long  # in every run such layers are split and sharded on four ranks
 def test_tensor_parallel_layers_train_as_on_one_rank(two_ranks: Ranks) -> None:
     alone = _split_in_layers(0, parallel=False)
     for found in two_ranks.run(_split_in_layers, True):

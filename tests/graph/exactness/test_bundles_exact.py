@@ -103,7 +103,7 @@ LONG = pytest.mark.long
     ("optimizer", "dtype", "clip"),
     [
         pytest.param("adamw", torch.float32, 1e-3, marks=LONG),
-        ("sgd", torch.float32, None),
+        pytest.param("sgd", torch.float32, None, marks=LONG),
         pytest.param("two groups", torch.float32, 1e-3, marks=LONG),
         ("adamw fused", torch.bfloat16, 1e-3),
         pytest.param("adamw", torch.float32, None, marks=LONG),

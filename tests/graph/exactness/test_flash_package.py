@@ -71,7 +71,9 @@ def losses(attention: Attention, policy: str = "") -> list[float]:
     return [step(*args).item() for _ in range(3)]
 
 
-@pytest.mark.parametrize("attention", KINDS)
+@pytest.mark.parametrize(
+    "attention", [pytest.param(k, marks=() if k is packed else pytest.mark.long) for k in KINDS]
+)
 def test_a_step_with_it_trains_as_in_eager(attention: Attention) -> None:
     expected = losses(attention)
     assert expected[2] < expected[0]

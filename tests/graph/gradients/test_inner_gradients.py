@@ -124,7 +124,16 @@ def make_made_again(model: nn.Module, optimizer: Optimizer) -> Step:
 # Dynamo makes an instance of each function that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "make", [make_pinn, make_gradient_penalty, make_adversarial, make_assigning, make_made_again]
+    "make",
+    [
+        make_pinn,
+        *(
+            pytest.param(m, marks=pytest.mark.long)
+            for m in (make_gradient_penalty, make_adversarial)
+        ),
+        make_assigning,
+        make_made_again,
+    ],
 )
 def test_gradients_taken_in_the_step_are_those_of_eager(make: MakeStep) -> None:
     assert_as_eager(make, keep_grads=True)

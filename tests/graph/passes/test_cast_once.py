@@ -21,6 +21,7 @@ from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
 from tests.support.captured_steps import captured, differences, place, reference
 from tests.support.plans.random_plans import random_plan
+from tests.support.work import LITTLE_WORK
 
 BATCHED = pytest.param("eight-autocast", marks=pytest.mark.long)
 
@@ -95,11 +96,12 @@ def test_in_little_memory_auto_is_no_slower_than_with_every_cast() -> None:
     step = captured("recasting")
     whole = schedule(step.problem(), resident(step.dataflow)).predicted.peak_bytes[Tier.DEVICE]
     problem = step.problem().with_budget(Tier.DEVICE, int(0.7 * whole))
-    plan = solve(problem, SolveSettings())
+    settings = SolveSettings(work_limit=LITTLE_WORK)
+    plan = solve(problem, settings)
     plain = replace(
         problem.dataflow, updates=tuple(replace(g, recasts=()) for g in problem.dataflow.updates)
     )
-    as_written = solve(replace(problem, dataflow=plain), SolveSettings())
+    as_written = solve(replace(problem, dataflow=plain), settings)
     assert plan.predicted.makespan_s <= as_written.predicted.makespan_s
     check(problem, plan)
     assert not differences(step.train(place("recasting", plan)), reference("recasting"))

@@ -65,7 +65,7 @@ def test_a_random_plan_is_in_no_race(name: str, seed: int, overlap: bool) -> Non
     assert find_race_in(placed_at_random(name, seed, overlap=overlap)) is None
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

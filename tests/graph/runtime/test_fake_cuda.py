@@ -91,7 +91,7 @@ IN_EVERY_RUN = {
     ("every optimizer", "zero-offload"),
     ("flex", "auto"),
     ("flash package, packed", "zero-offload"),
-    ("llama, flash_attention_2", "auto"),
+    ("llama, flash_attention_2", "streamed"),
     ("float16 scaled", "resident"),
     ("bfloat16 autocast, flash in a not reentrant checkpoint, respect, dropout 0.0", "auto"),
     ("float32, efficient in a reentrant checkpoint, respect, dropout 0.125", "zero-offload"),

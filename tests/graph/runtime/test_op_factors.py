@@ -83,7 +83,9 @@ class KnownBench:
         return nullcontext()
 
 
-@pytest.mark.parametrize("flops_a_byte", [0.01, pytest.param(30.0, marks=pytest.mark.long), 1e6])
+@pytest.mark.parametrize(
+    "flops_a_byte", [0.01, *(pytest.param(n, marks=pytest.mark.long) for n in (30.0, 1e6))]
+)
 def test_what_each_kind_of_op_takes_is_found(flops_a_byte: float) -> None:
     """Whether the flops limit all of them, some, or none: the work is counted as in a step."""
     tier = TierSpec(1 << 30, 1e9, {"bfloat16": flops_a_byte * 1e9}, 1e-12)
@@ -129,7 +131,7 @@ def test_what_a_first_call_loads_and_chooses_is_in_no_factor() -> None:
     [
         pytest.param(lambda call, taken_s: 0.0, marks=pytest.mark.long),
         pytest.param(lambda call, taken_s: 100.0, marks=pytest.mark.long),
-        lambda call, taken_s: 1600 * taken_s,
+        pytest.param(lambda call, taken_s: 1600 * taken_s, marks=pytest.mark.long),
         lambda call, taken_s: (0.0, 1600 * taken_s)[call // 2 % 2],
         lambda call, taken_s: float("nan"),
         pytest.param(lambda call, taken_s: float("inf"), marks=pytest.mark.long),

@@ -152,7 +152,7 @@ def checked(**options: Any) -> CompileWith:
     # The first micro-batch finds no gradient, later ones do, and the last one updates.
     # A number that changes is an input from its second value on.
     [
-        (with_a_flag, 3),
+        pytest.param(with_a_flag, 3, marks=pytest.mark.long),
         (with_a_count, 4),
         (with_two_functions, 3),
         (with_a_scaler, 3),

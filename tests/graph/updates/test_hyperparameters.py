@@ -199,7 +199,11 @@ def kernels_with_changed_settings(optimizer: str) -> set[type]:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw-groups", pytest.param("adam", marks=pytest.mark.long), "sgd", "adagrad"]
+    "optimizer",
+    [
+        "adamw-groups",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("adam", "sgd", "adagrad")),
+    ],
 )
 def test_fused_loops_take_settings_that_are_inputs(optimizer: str) -> None:
     assert kernels_with_changed_settings(optimizer) == {FusedKernel}

@@ -82,7 +82,10 @@ def train(options: dict[str, Any] | None, rates: list[float]) -> tuple[list[Tens
     return [*net.parameters(), *states], int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload", "streamed"])
+@pytest.mark.parametrize(
+    "policy",
+    [*(pytest.param(p, marks=pytest.mark.long) for p in ("resident", "streamed")), "zero-offload"],
+)
 def test_a_count_and_a_rate_in_an_op_of_a_library_are_compiled_for_no_value(policy: str) -> None:
     expected, _ = train(None, RATES)
     found, graphs = train({"policy": policy}, RATES)

@@ -22,9 +22,11 @@ from cotrain_compile.errors import DiskError, OptionError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
 # Of the last weight each state has one piece more than there are rooms, and they begin inside of
 # its rows.
-WIDTHS = (16, 2400, 3000)
+WIDTHS = (16, 1200, 1500)
 # What the step takes of the host without a disk, of each byte of the weights: two states, the
 # gradient, the weight on its way, and what an update makes where it runs op by op.
 HELD = 8
@@ -78,7 +80,7 @@ class Training:
 def on_disk(folder: Path) -> Training:
     """A training that has not quite the room on the host for its states."""
     weights = sum(a * b * 4 for a, b in pairwise(WIDTHS))
-    return Training(disk=folder, host_memory_budget=HELD * weights - (2 << 20))
+    return Training(disk=folder, host_memory_budget=HELD * weights - (1 << 19))
 
 
 def assert_equal(one: Training, other: Training) -> None:
@@ -248,7 +250,10 @@ def test_a_limit_of_the_system_holds_with_a_disk_and_not_without(tmp_path: Path)
 _ENDLESS = """
 import sys
 from pathlib import Path
+import pytest
 from tests.graph.updates.test_states_on_disk import on_disk
+from tests.support.small_pieces import make_small
+make_small(pytest.MonkeyPatch())
 training = on_disk(Path(sys.argv[1]))
 training.train(range(1))
 print(len(training.files), flush=True)

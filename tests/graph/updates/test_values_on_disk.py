@@ -18,8 +18,10 @@ from cotrain_compile.errors import DiskError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.disk.state_files import file_of
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
 IN_MEMORY: dict[str, Any] = {"machine": "rtx4090", "plan_cache": False, "quiet": True}
-WIDTH, ROWS, LAYERS = 128, 1 << 15, 8
+WIDTH, ROWS, LAYERS = 128, 1 << 13, 8
 # The values of a layer: what its activation reads, and what the next layer does.
 VALUE_BYTES = 4 * WIDTH * ROWS
 
@@ -116,7 +118,7 @@ class Adding:
 
     def __init__(self, add_up: dict[str, Any], update: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        widths = (16, *[1500] * 8)
+        widths = (16, *[750] * 8)
         self.model = nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(widths)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         torch._dynamo.reset()
@@ -157,8 +159,8 @@ def test_gradients_are_added_up_on_disk_and_read_there(tmp_path: Path) -> None:
     without = Adding({}, {})
     without.train(2)
     with_disk = Adding(
-        {"disk": tmp_path, "host_memory_budget": "80MiB"},
-        {"disk": tmp_path, "host_memory_budget": "190MiB"},
+        {"disk": tmp_path, "host_memory_budget": "20MiB"},
+        {"disk": tmp_path, "host_memory_budget": "47.5MiB"},
     )
     with_disk.train(2)
     assert any(file_of(gradient) for gradient in with_disk.gradients)

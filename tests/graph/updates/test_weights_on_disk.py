@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from cotrain_compile.entry.compiled import inspect, synchronize
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
 
-WIDTHS = (16, 4000, 5000)
-FROZEN_WIDTHS = (16, 2500, 2500, 2500)
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
+WIDTHS = (16, 2000, 2500)
+FROZEN_WIDTHS = (16, 1250, 1250, 1250)
 IN_MEMORY: dict[str, Any] = {
     "machine": "rtx4090",
     "policy": "zero-offload",
@@ -77,12 +79,12 @@ WEIGHT_BYTES = 4 * WIDTHS[1] * WIDTHS[2]
 # an update makes where it runs op by op.
 HELD = 6.5
 # Of two that are frozen the device has room for one, and the host, beside rooms, for none.
-FROZEN: dict[str, Any] = {"policy": "greedy", "frozen": True, "memory_budget": "30MiB"}
+FROZEN: dict[str, Any] = {"policy": "greedy", "frozen": True, "memory_budget": "7.5MiB"}
 KINDS: dict[str, dict[str, Any]] = {
     "fetched": {"host_memory_budget": round(HELD * WEIGHT_BYTES)},
     "cast": {"autocast": True, "host_memory_budget": round(6 * WEIGHT_BYTES)},
     "deferred": {"overlap_steps": True, "host_memory_budget": round(HELD * WEIGHT_BYTES)},
-    "frozen": {**FROZEN, "host_memory_budget": "40MiB"},
+    "frozen": {**FROZEN, "host_memory_budget": "10MiB"},
 }
 
 

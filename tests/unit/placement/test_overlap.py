@@ -78,7 +78,7 @@ CASES = st.sampled_from(sorted(PLANS)).map(PLANS.__getitem__)
 
 
 @given(problems(most=2))
-@examples(6)
+@examples(3)
 def test_to_overlap_is_never_slower_and_never_beats_its_bound(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     alone, plan = (
