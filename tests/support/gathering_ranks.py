@@ -24,6 +24,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
+from cotrain_compile.runtime.ops import cotrain
 
 WIDE, LAYERS = 1024, 7
 # Of what ranks train, where each layer more takes time.
@@ -66,12 +67,16 @@ class Trained:
     predicted_peak: int
     measured_peak: int
     moved: int
+    offloads: int
 
 
 def gather_once_and_again(rank: int, segments: Mapping[str, Any]) -> tuple[Trained, ...]:
-    """The same training with parameters kept for the backward, gathered again, and that lowered."""
+    """The same training with parameters kept for the backward, gathered again, and that lowered.
+
+    And, the last, with what is gathered on the host meanwhile.
+    """
     once, again = _train(rank, gathering_once), _train(rank, gathering_again)
-    return once, again, _train(rank, gathering_again, segments)
+    return once, again, _train(rank, gathering_again, segments), _train(rank, sending_gathered)
 
 
 def gathering_once(problem: Problem) -> Plan:
@@ -83,6 +88,12 @@ def gathering_again(problem: Problem) -> Plan:
     """Everything on the device, and every parameter gathered again."""
     names = tuple(gathered(problem.dataflow))
     return schedule(problem, replace(resident(problem.dataflow), recomputed=names))
+
+
+def sending_gathered(problem: Problem) -> Plan:
+    """Everything on the device, but for what is gathered, between forward and backward."""
+    names = tuple(gathered(problem.dataflow))
+    return schedule(problem, replace(resident(problem.dataflow), offloaded=names))
 
 
 def _train(
@@ -102,7 +113,8 @@ def _train(
     begun = [node.name for node in placed.graph.nodes if is_collective(node)]
     tensors = {name: value.full_tensor() for name, value in model.state_dict().items()}
     predicted = placed.predicted.peak_bytes[Tier.DEVICE]
-    return Trained(tensors, begun, predicted, min(peaks), len(placed.plan.moved))
+    offloads = sum(node.target is cotrain.offload for node in placed.graph.nodes)
+    return Trained(tensors, begun, predicted, min(peaks), len(placed.plan.moved), offloads)
 
 
 def peak_of(step: Callable[..., Any], batch: torch.Tensor) -> int:

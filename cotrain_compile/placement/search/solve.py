@@ -45,6 +45,7 @@ from cotrain_compile.placement.search.infeasible import Least, floor_bytes, refu
 from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.share_gathers import share_gathers
 from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
 from cotrain_compile.placement.search.split_variants import best_split
 from cotrain_compile.placement.search.variants import (
@@ -181,6 +182,7 @@ class _Search(Attempts):
         follow_users(self, self.levels)
         # Where covers lead, more made again gains more than what is beside the balanced share.
         share_updates(self, beside=self.is_cheap or not self.covers)
+        share_gathers(self)
         make_more_again(self)
 
     def _relax_fastest(self) -> None:
@@ -220,6 +222,7 @@ class _Search(Attempts):
         self.work = replace(self.work, units=max(self.work.units, spent + self.following))
         cover_values(self)
         share_updates(self)
+        share_gathers(self)
         fetch_late(self)
         let_small_rest(self)
 

@@ -29,8 +29,9 @@ from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.schedule import schedule as scheduling
 from cotrain_compile.placement.schedule.exchanges_ahead import UNDER_WAY
-from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.schedule.schedule import draft, schedule
 from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.share_gathers import share_gathers
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.placement.work import Allowance, Meter
@@ -168,6 +169,24 @@ def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -
     assert plan.predicted.makespan_s <= tried.found.fastest.step_s * (1 + 1e-9)
 
 
+def test_over_a_slow_network_what_is_gathered_leaves_for_the_host(problem: Problem) -> None:
+    """Beside a fast link: to gather it again takes longer."""
+    slow = formulate(problem.dataflow, find("8xh100 network=2GB"), PLENTY)
+    again = gathering_again(slow)
+    asked = slow.with_budget(Tier.DEVICE, int(1.1 * peak(again)))
+    tried = Attempts(asked, SolveSettings(), lambda stage: None, None)
+    tried.found.keep("again", draft(asked, again.placement))
+    share_gathers(tried)
+    fastest = tried.found.fastest
+    assert fastest is not None
+    assert set(fastest.placement.offloaded) <= set(gathered(slow.dataflow))
+    assert fastest.placement.offloaded
+    assert fastest.step_s < 0.95 * again.predicted.makespan_s
+    check(asked, schedule(asked, fastest.placement))
+    plan = solve(asked, SolveSettings(work_limit=LITTLE_WORK))
+    assert plan.predicted.makespan_s <= fastest.step_s * (1 + 1e-9)
+
+
 def test_the_bound_has_the_network_of_what_must_be_gathered_again(problem: Problem) -> None:
     """With no host to send anything to, a weight at least is gathered twice over a slow network."""
     slow = formulate(problem.dataflow, find("8xh100 link=1GB network=5GB"), PLENTY)
@@ -205,7 +224,7 @@ def test_two_ranks_gather_again_to_the_same_bits(
     """Also in segments of Inductor, in which exchanges are where the plan has moved them."""
     found = two_ranks.run(gather_once_and_again, segments)
     assert found[0][1].begun == found[1][1].begun
-    for once, again, lowered in found:
+    for once, again, lowered, sent in found:
         gathers = [len([n for n in t.begun if n.startswith("all_gather")]) for t in (once, again)]
         assert gathers[1] > gathers[0]
         assert again.measured_peak <= again.predicted_peak
@@ -214,6 +233,10 @@ def test_two_ranks_gather_again_to_the_same_bits(
         assert min(once.moved, again.moved, lowered.moved) > FEW_LAYERS
         assert furthest(again, once) == 0.0
         assert furthest(lowered, again) <= rounding
+        assert sent.begun == once.begun
+        assert (once.offloads, sent.offloads) == (0, gathers[1] - gathers[0])
+        assert sent.measured_peak <= sent.predicted_peak
+        assert furthest(sent, once) == 0.0
 
 
 def furthest(found: Trained, expected: Trained) -> float:
