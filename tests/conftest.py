@@ -109,6 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     # Threads that spin while they wait for one another take the cores from the other workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Inductor would ask the compiler, for 8 s, for each set of instructions that the processor has.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     config.stash[WRITTEN] = []
     os.environ["COTRAIN_CACHE_DIR"] = ""  # a plan of another run would hide what finds it
     # A shell lets what it puts into the background ignore Ctrl-C, which tests press.
