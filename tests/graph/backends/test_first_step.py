@@ -304,7 +304,7 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
 
 
 @pytest.mark.filterwarnings("ignore:.*planned again")
-@pytest.mark.parametrize("policy", ["greedy", "resident"])
+@pytest.mark.parametrize("policy", ["greedy", pytest.param("resident", marks=pytest.mark.long)])
 def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call(
     policy: str,
 ) -> None:

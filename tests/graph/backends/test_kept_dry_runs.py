@@ -51,7 +51,7 @@ def trained(**options: Any) -> tuple[int, CompiledStep, Run]:
     return len(dry_runs), cotrain_compile.inspect(steps[-1]), run
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", [pytest.param("eager", marks=pytest.mark.long), "inductor"])
 def test_the_next_process_trains_the_same_without_a_dry_run(lowering: str, folder: Path) -> None:
     dry_run_first, first, run = trained(lowering=lowering)
     again, second, run_again = trained(lowering=lowering)

@@ -17,7 +17,7 @@ from bench.runtime.host_update_peers import QUICK_ROWS, kernels, measure, one_te
 ROWS = QUICK_ROWS[0]
 
 
-@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize("low_precision", [pytest.param(False, marks=pytest.mark.long), True])
 def test_every_kernel_makes_the_same_update(low_precision: bool) -> None:
     update = one_tensor(ROWS, low_precision)
     update.gradient.copy_(torch.randn(update.gradient.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,25 @@ from tests.support.dataflows import chain
 TINY = Shape("Chain", "chain.py:chain", 8, 1)
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small step, and what the script has found out about it on one machine."""
+    folder = tmp_path_factory.mktemp("plans")
+    save(chain(6, width=4096, batch=2048), folder / TINY.file_name)
+    where = ["--steps", str(folder), "-o", str(folder / "plans.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.plans.plans, "SHAPES", (TINY,))
+        main([*where, "--machine", "rtx4090", "--work-limit", "2", "--pictures", str(folder)])
+    return folder
+
+
 @pytest.fixture
-def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the script finds out about a small step on one machine."""
-    save(chain(6, width=4096, batch=2048), tmp_path / TINY.file_name)
+def result(compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is in a copy of that folder."""
+    shutil.copytree(compared, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(bench.plans.plans, "SHAPES", (TINY,))
-    output = tmp_path / "plans.json"
-    where = ["--steps", str(tmp_path), "-o", str(output)]
-    main([*where, "--machine", "rtx4090", "--work-limit", "2", "--pictures", str(tmp_path)])
     assert (tmp_path / "plans-rtx4090.png").read_bytes().startswith(b"\x89PNG")
-    found: dict[str, Any] = json.loads(output.read_text())["result"]
+    found: dict[str, Any] = json.loads((tmp_path / "plans.json").read_text())["result"]
     return found
 
 

@@ -63,8 +63,8 @@ def scale(model: nn.Module) -> None:
     "make",
     [
         writing(decay_by_hand, constrain),
-        writing(after_update=normalise),
-        writing(before_backward=scale),
+        pytest.param(writing(after_update=normalise), marks=pytest.mark.long),
+        pytest.param(writing(before_backward=scale), marks=pytest.mark.long),
     ],
     ids=["in place", "assigned", "before backward"],
 )

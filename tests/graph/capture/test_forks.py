@@ -122,7 +122,7 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return [results[number] for number in range(len(works))]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_of_two_models_run_in_two_threads(overlap: bool) -> None:
     names = ("autocast", "autocast-unclipped")  # threads share random numbers: no dropout
     steps = {name: place(name, plan_at_random(name, 3, overlap=overlap)) for name in names}

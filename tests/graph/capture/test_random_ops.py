@@ -134,9 +134,11 @@ def captured(**options: Any) -> dict[str, Any]:
     [
         ("gradient noise", captured(policy="zero-offload")),
         ("private", captured(policy="coarse", overlap_steps=True)),
-        ("mask", captured(policy="fraction:0.6", remat=True)),
+        pytest.param("mask", captured(policy="fraction:0.6", remat=True), marks=pytest.mark.long),
         ("unread", captured(policy="coarse", verify=2)),
-        ("langevin", captured(policy="coarse", overlap_steps=True)),
+        pytest.param(
+            "langevin", captured(policy="coarse", overlap_steps=True), marks=pytest.mark.long
+        ),
         ("both", captured(policy="streamed")),
     ],
 )

@@ -270,7 +270,9 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_bytes_missing(
     torch.testing.assert_close(everything(model, optimizer), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("resident", marks=pytest.mark.long), "zero-offload"]
+)
 def test_out_of_memory_while_running_leaves_the_parameters(policy: str) -> None:
     model = nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 4))  # no plan takes less
     optimizer = adamw(model)

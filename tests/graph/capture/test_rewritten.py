@@ -42,8 +42,8 @@ def squared(outputs: Tensor) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"avg_fn": get_ema_avg_fn(0.9)},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"avg_fn": get_ema_avg_fn(0.9)}, marks=pytest.mark.long),
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
     ],
 )

@@ -53,7 +53,9 @@ def trained(name: str, dtype: torch.dtype, compile_with: Any) -> dict[str, Tenso
     return all_tensors(model, [optimizer])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scalar_parameter_its_states_and_a_scalar_buffer_are_updated(
     name: str, dtype: torch.dtype

@@ -46,7 +46,14 @@ SKIPPED_OFTEN = ("muon",)
 
 
 @pytest.mark.parametrize("policy", EACH_POLICY)
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=pytest.mark.long if name == "one of two" else ())
+        for name, make in MAKERS.items()
+    ],
+    ids=MAKERS,
+)
 def test_a_scaled_step_is_one_graph_with_eagers_numbers(make: MakeStep, policy: str) -> None:
     optimizer = "adamw" if make is make_clipping else "sgd"
     left, compiles, compiled = placed(make, optimizer, policy)

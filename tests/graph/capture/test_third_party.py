@@ -203,7 +203,7 @@ def train(
         pytest.param(WarmedMomentum, 3, marks=pytest.mark.long),
         (ScheduleFree, 4),
         pytest.param(Lookahead, 3, marks=pytest.mark.long),
-        (ThroughData, 2),
+        pytest.param(ThroughData, 2, marks=pytest.mark.long),
         pytest.param(lion, 2, marks=pytest.mark.long),
     ],
 )

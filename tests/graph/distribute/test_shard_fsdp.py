@@ -64,7 +64,13 @@ def test_eager_and_compiled_steps_of_one_model_take_turns(two_ranks: Ranks) -> N
 
 
 @sharded_steps
-@pytest.mark.parametrize("kind", ["fully_shard in low precision", "replicas of fully_shard"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fully_shard in low precision",
+        pytest.param("replicas of fully_shard", marks=pytest.mark.long),
+    ],
+)
 def test_policies_and_replicas_are_those_of_fully_shard(two_ranks: Ranks, kind: str) -> None:
     # Eager adds up both gradients of a tied weight in bfloat16, before it reduces them.
     rounding = 1e-3 if "low" in kind else 2e-6

@@ -130,7 +130,8 @@ def test_a_step_in_bundles_has_the_bits_of_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype"), [("adamw", torch.float32), ("adamw fused", torch.bfloat16)]
+    ("optimizer", "dtype"),
+    [pytest.param("adamw", torch.float32, marks=LONG), ("adamw fused", torch.bfloat16)],
 )
 def test_members_that_are_alike_go_through_one_loop(optimizer: str, dtype: torch.dtype) -> None:
     training = Training(optimizer, dtype, 1e-3)

@@ -49,7 +49,7 @@ def is_short(policy: str, case: str, optimizer: str) -> bool:
         return (case, optimizer) == ("conv", "adamw")
     if policy == "resident":  # what runs is the captured graph itself
         return False
-    return case == "mlp" and optimizer in ("adamw", "muon")
+    return (case, optimizer) == ("mlp", "adamw")
 
 
 def combinations(policies: tuple[str, ...]) -> list[ParameterSet]:

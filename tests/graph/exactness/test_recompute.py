@@ -104,7 +104,7 @@ def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
     assert f"{len(on.placement.recomputed)} values" in summary(on)
 
 
-@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("number", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_every_level_is_a_plan_above_the_bound_for_its_budget(number: int) -> None:
     """With everything on the device, at exactly the bytes that it needs there."""
     roomy = formulate(files.load(GPT, Dataflow), find("gh200"), dict.fromkeys(MEMORIES, 1 << 50))

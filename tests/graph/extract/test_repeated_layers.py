@@ -65,22 +65,22 @@ def profile_of(depth: int) -> LayerProfile:
 
 
 def test_layers_repeated_have_the_figures_of_a_whole_trace() -> None:
-    shallow, whole = profile_of(4), profile_of(7)
+    shallow, whole = profile_of(4), profile_of(5)
     assert [layer.name for layer in whole.layers] == [
-        *("embed", *(f"layers.{i}" for i in range(7)), "head")
+        *("embed", *(f"layers.{i}" for i in range(5)), "head")
     ]
-    deep = with_layers(shallow, 7)
+    deep = with_layers(shallow, 5)
     assert replace(deep, assumed=(), source="") == replace(whole, assumed=(), source="")
-    assert deep.assumed[-1] == "Of 7 layers 4 were traced; the inner ones are equal."
+    assert deep.assumed[-1] == "Of 5 layers 4 were traced; the inner ones are equal."
     embed, first, second, third, *others = shallow.layers
     wider = replace(third, kept_bytes=third.kept_bytes and third.kept_bytes.times(1.002))
-    near = with_layers(replace(shallow, layers=(embed, first, second, wider, *others)), 7)
+    near = with_layers(replace(shallow, layers=(embed, first, second, wider, *others)), 5)
     assert near.assumed[-1].endswith(
         "the inner ones differ by up to 0.20%, and have the largest figures."
     )
-    assert [layer.kept_bytes for layer in near.layers[2:7]] == [wider.kept_bytes] * 5
+    assert [layer.kept_bytes for layer in near.layers[2:5]] == [wider.kept_bytes] * 3
     slower = replace(third, forward_s=per_sample(1.0))
     with pytest.raises(OptionError, match=r"layer layers\.2 is not as layers\.1"):
-        with_layers(replace(shallow, layers=(embed, first, second, slower, *others)), 7)
+        with_layers(replace(shallow, layers=(embed, first, second, slower, *others)), 5)
     with pytest.raises(OptionError, match="no chain with four or more layers"):
-        with_layers(replace(shallow, layers=(embed, first, second, third)), 7)
+        with_layers(replace(shallow, layers=(embed, first, second, third)), 5)

@@ -201,7 +201,9 @@ def _gradients_on_host(dataflow: Dataflow, plan: Plan) -> int:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 40))]
 )
-@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize(
+    "make", [pytest.param(m, marks=pytest.mark.long if m is unclipped else ()) for m in LOOPS]
+)
 def test_random_plans_leave_the_gradients_of_eager(make: MakeLoop, seed: int) -> None:
     plans = RandomPlans(f"{make.__name__} {seed}")
     with compiling_with(plans):

@@ -40,7 +40,7 @@ from tests.support.steps import compiling_with, cotrain
 
 STEPS = 20
 # Each of the others has one thing that `everything` has too.
-SHORT = ("everything", "shifted", "micro-batches")
+SHORT = ("everything", "shifted")
 NAMES = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.long]) for n in LANGUAGE_MODELS],

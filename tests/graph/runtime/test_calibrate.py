@@ -124,7 +124,10 @@ def test_a_task_costs_what_it_does_in_the_quietest_quarter(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("measured", "kept", "words"),
-    [(5e-5, 5e-5, []), (7e-3, presets.ISSUE_S, ["0.007", "quiet", f"{presets.ISSUE_S:g}"])],
+    [
+        pytest.param(5e-5, 5e-5, [], marks=pytest.mark.long),
+        (7e-3, presets.ISSUE_S, ["0.007", "quiet", f"{presets.ISSUE_S:g}"]),
+    ],
 )
 def test_milliseconds_of_python_a_task_are_not_believed(
     monkeypatch: pytest.MonkeyPatch, measured: float, kept: float, words: list[str]

@@ -80,11 +80,11 @@ def cuda() -> Iterator[ThreadCuda]:
 @pytest.mark.parametrize(
     ("case", "policy"),
     [
-        *(("mlp", policy) for policy in ("streamed", "coarse")),
+        ("mlp", "streamed"),
         *(
             pytest.param(case, policy, marks=pytest.mark.long)
             for case, policy in (
-                ("mlp", "resident"),
+                *(("mlp", policy) for policy in ("resident", "coarse")),
                 *(("tied", policy) for policy in ("resident", "streamed", "coarse")),
             )
         ),

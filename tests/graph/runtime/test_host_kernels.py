@@ -154,7 +154,9 @@ def test_states_in_another_precision_are_updated_by_the_captured_ops() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop", "NAdam", "Adadelta"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.long)]
+)
 def test_captured_ops_in_parts_leave_the_same_bits(
     optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,16 @@ def on_disk(plan: Plan) -> list[str]:
     return [name for name, tier in plan.placement.homes.items() if tier is Tier.DISK]
 
 
-@pytest.mark.parametrize("policy", ["zero-offload", "coarse", "auto", "greedy", "lp-round", "ilp"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "zero-offload",
+        "coarse",
+        "auto",
+        "greedy",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("lp-round", "ilp")),
+    ],
+)
 def test_a_step_fits_a_host_that_has_no_room_for_its_states(policy: str) -> None:
     scarce = needed_without() - STATES // 2
     settings = SolveSettings(policy, work_limit=2)

@@ -22,7 +22,7 @@ from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.explain.sweep import Point, Sweep
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.search.solve import solve
+from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.simulate.reserved import reserved
 from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
@@ -41,7 +41,8 @@ from tests.support.dataflows import chain, mixed_precision_step
 KIB = 1024
 STEP = chain(4, width=256)
 PROBLEM = formulate(STEP, find("rtx4090"), {Tier.DEVICE: 1500 * KIB, Tier.HOST: 1 << 30})
-PLAN = solve(PROBLEM)
+# Each worker makes it, when it collects tests.
+PLAN = solve(PROBLEM, SolveSettings(work_limit=0.2))
 MEASURED = replace(
     PLAN.predicted,
     source="measured",
