@@ -113,6 +113,7 @@ def test_only_a_lack_of_memory_means_that_a_model_is_too_large() -> None:
         runs(session(ValueError("other")), TINY, "cpu")
 
 
+@pytest.mark.long  # the suite runs placed steps in every run
 def test_a_placed_step_runs_within_a_cap_or_does_not_fit() -> None:
     def within(cap_bytes: int) -> bool:
         return runs(lambda *given: cotrain(cap_bytes, "streamed", *given), TINY, "cpu")

@@ -29,6 +29,7 @@ def quick(main: Callable[[Sequence[str]], None], output: Path) -> dict[str, Any]
     return result
 
 
+@pytest.mark.long  # updates in parts are compared in every run, and kernels with their peers
 def test_host_updates_are_compared_in_every_case(tmp_path: Path) -> None:
     result = quick(host_update.main, tmp_path / "report.json")
     cases = [record["case"] for record in result["records"]]

@@ -70,7 +70,13 @@ def losses(register: Register, *, compiled: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("forward", "of all") else ())
+        for name in FOLLOWED
+    ],
+)
 def test_a_late_hook_is_followed(name: str) -> None:
     eager = losses(FOLLOWED[name], compiled=False)
     assert losses(FOLLOWED[name], compiled=True) == pytest.approx(eager, rel=1e-9)

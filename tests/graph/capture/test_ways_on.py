@@ -141,14 +141,19 @@ def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_c
     "draw",
     [
         lambda: random.uniform(0, 1),
-        lambda: random.random(),
         random.Random(3).random,
         lambda: torch.from_numpy(np.random.rand(1)),
         lambda: np.random.default_rng(3).random(),
-        lambda: random.Random().random(),
         np.random.RandomState(3).rand,
-        np.random.default_rng(3).random,
-        lambda: np.random.RandomState(3).rand(),
+        *(
+            pytest.param(draw, marks=pytest.mark.long)
+            for draw in (
+                lambda: random.random(),
+                lambda: random.Random().random(),
+                np.random.default_rng(3).random,
+                lambda: np.random.RandomState(3).rand(),
+            )
+        ),
     ],
 )
 def test_numbers_that_python_or_numpy_draw_are_drawn_by_torch_instead(

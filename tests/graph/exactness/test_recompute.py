@@ -84,6 +84,7 @@ def made_again(names: tuple[str, ...], step: Dataflow) -> int:
     return sum(step.buffer[name].nbytes for name in names)
 
 
+@pytest.mark.long  # the gate has the plan with recomputation for this budget in every run
 def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
     """On a slow link it is worth more than half of the step; the bound knows that."""
     step = files.load(GPT, Dataflow)
