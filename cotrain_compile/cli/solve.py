@@ -94,7 +94,7 @@ def solve(
     ranks: StepRanks = None,
     policy: Policy = "auto",
     solver: Solver = "highs",
-    work_limit: WorkLimit = 12.0,
+    work_limit: WorkLimit = 7.0,
     time_limit: TimeLimit = 300.0,
     gap: Gap = 0.005,
     seed: Seed = 0,

@@ -64,7 +64,7 @@ def sweep(
     link: LinkRate = None,
     size: Sizes = None,
     policy: Policy = "auto",
-    work_limit: WorkLimit = 12.0,
+    work_limit: WorkLimit = 7.0,
     time_limit: TimeLimit = 300.0,
     gap: Gap = 0.005,
     recompute: Recompute = "auto",

@@ -27,7 +27,7 @@ def require_sound(step: Dataflow) -> None:
     _require_gradients_of_parameters(step)
     nbytes = sum(buffer.nbytes for buffer in step.buffers)
     require(nbytes <= MOST_BYTES, f"the buffers have {nbytes} bytes, more than there are")
-    known = {buffer.name for buffer in step.buffers}
+    known = set(step.buffer)
     for op in step.ops:
         if not known.issuperset(op.touched):
             strange = sorted({*op.touched} - known)
@@ -61,8 +61,8 @@ def _require_exchanges_awaited_later(step: Dataflow) -> None:
 
 
 def _require_names_of_their_own(step: Dataflow) -> None:
-    require(len({b.name for b in step.buffers}) == len(step.buffers), "two buffers share a name")
-    require(len({op.name for op in step.ops}) == len(step.ops), "two ops share a name")
+    require(len(step.buffer) == len(step.buffers), "two buffers share a name")
+    require(len(step.position) == len(step.ops), "two ops share a name")
 
 
 def _require_gradients_of_parameters(step: Dataflow) -> None:
@@ -74,7 +74,7 @@ def _require_gradients_of_parameters(step: Dataflow) -> None:
 
 def _require_updates_of_parameters(step: Dataflow, known: set[str]) -> None:
     """Each update names what is there: ops, a parameter, what the step keeps."""
-    ops = {op.name for op in step.ops}
+    ops = set(step.position)
     params = {buffer.name for buffer in step.buffers if buffer.role is Role.PARAM}
     kept = {buffer.name for buffer in step.buffers if buffer.role in PERSISTENT_ROLES}
     for group in step.updates:

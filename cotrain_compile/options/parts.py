@@ -97,7 +97,7 @@ class PlanningOptions:
     plan_cache: bool = _option(True, bool, "keep plans on disk for the next process")
     solver: str = _option("highs", Solver, "what solves integer programs")
     work_limit: float = _option(
-        12.0, float, "what a search may do, in about seconds of one core", parsers.units
+        7.0, float, "what a search may do, in about seconds of one core", parsers.units
     )
     time_limit: float = _option(
         300.0, float, "seconds until there is a plan, whatever is done", parsers.seconds

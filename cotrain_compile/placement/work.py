@@ -3,9 +3,8 @@
 Each part of a search says what it has done: a draft of so many ops and tasks, so many pivots of a
 program of so many entries. That is the same on every computer and beside any load, and so is what
 the search does next, and with it the plan. One unit is about a second of one core of the computer
-that the prices below were measured on (a Xeon of 2.1 GHz); what is looked for and scheduled has
-become about twice as fast since, programs have not. A clock guards all of it: when `time_limit_s`
-has passed nothing more begins, and the plan says so.
+that the prices below were measured on (a Xeon of 2.1 GHz). A clock guards all of it: when
+`time_limit_s` has passed nothing more begins, and the plan says so.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 # Units for each of what there is so much of, measured with ResNet-50, BERT-large and Llama 7B.
-PER_OP_OF_SPACE = 1.2e-5  # what can be decided
-PER_OP_OF_LEAST = 3e-5  # and what needs least of the device
-PER_OP_OF_MOVES = 5e-6
-PER_OP_OF_KINDS = 1e-5  # which values are alike
-PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 1.2e-5, 5e-5
+PER_OP_OF_SPACE = 1e-5  # what can be decided
+PER_OP_OF_LEAST = 2e-5  # and what needs least of the device
+PER_OP_OF_MOVES = 3.5e-6
+PER_OP_OF_KINDS = 1.3e-5  # which values are alike
+PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 6e-6, 2.5e-5
 PER_CELL_OF_GREEDY = 4e-7  # a cell is a strategy at a moment at which memory is checked
-PER_ENTRY_OF_PROGRAM = 3e-6  # building it, and its way to the solver
+PER_ENTRY_OF_PROGRAM = 1.6e-6  # building it, and its way to the solver
 # An entry is a coefficient of a program; there are a few of each row. A check of a tree comes after
 # a round of cuts, a heuristic or a node.
-PER_ENTRY_AND_PIVOT = 2.5e-9
-PER_ENTRY_AND_BARRIER_STEP = 2.2e-7
-PER_ENTRY_AND_CHECK = 5e-6
+PER_ENTRY_AND_PIVOT = 1.75e-9
+PER_ENTRY_AND_BARRIER_STEP = 1.55e-7
+PER_ENTRY_AND_CHECK = 3.5e-6
 # HiGHS counts in 32 bits.
 MOST = 2**31 - 1
 UNLIMITED: Mapping[str, int] = MappingProxyType(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
-from cotrain_compile.placement.milp.solvers import Solution
+from cotrain_compile.placement.milp.solvers import NOT_BETTER, Solution
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.schedule.find_moves import moves_of
@@ -128,10 +128,20 @@ class Attempts:
         fastest = self.found.fastest
         return fastest is None or seconds <= factor * fastest.step_s
 
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest plan, found here or known before; infinity without any."""
+        fastest = self.found.fastest
+        return min(fastest.step_s if fastest is not None else math.inf, self.settings.known_s)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what was known before is faster than all that is found."""
+        return self.settings.known_s < math.inf and self.is_within(1.0, self.settings.known_s)
+
     def is_slower_than(self, seconds: float) -> bool:
         """Whether nothing so fast is found. Of steps that overlap a program knows little."""
-        fastest = self.found.fastest
-        return fastest is None or fastest.step_s > seconds or self.settings.overlap_steps
+        return self.best_s > seconds or self.settings.overlap_steps
 
     def try_level(self, level: Variant, *, by_program: bool = False) -> bool:
         """Try it as it is, and by the greedy; returns whether nothing has to move.
@@ -178,8 +188,7 @@ class Attempts:
 
     def is_hopeless(self, variant: Variant) -> bool:
         """Whether something is found that the relaxation, or the link, says it cannot beat."""
-        fastest = self.found.fastest
-        return fastest is not None and variant.least_s > AS_FAST * fastest.step_s
+        return variant.least_s > AS_FAST * self.best_s
 
     def propose_levels(self, regions: Sequence[RegionLevels]) -> Solution | None:
         """The program that decides on the level of each region with everything else.
@@ -189,9 +198,25 @@ class Attempts:
         if not regions:
             return None
         space = self.step.with_levels(regions)
-        solution = self.solver.solve(space, self.problem.budgets, never_loose=True)
-        self.solver.has_solutions = solution.decisions is not None
+        solution = self.solver.solve(
+            space, self.problem.budgets, known_s=self._known_s(), never_loose=True
+        )
+        found = solution.decisions is not None
+        self.solver.has_solutions = found or solution.status == NOT_BETTER
         return solution if self.solver.has_solutions else None
+
+    @property
+    def rounding(self) -> float:
+        """How many times its claim a relaxation takes when it is rounded, at best; 1 if unknown."""
+        drafts = self.found.drafts
+        return min(
+            (
+                drafts[name].step_s / each.claim_s
+                for each in self.variants
+                if each.claim_s and (name := "lp-round" + each.suffix) in drafts
+            ),
+            default=1.0,
+        )
 
     def relax(self, variant: Variant) -> bool:
         """Schedule the program's linear relaxation, rounded; returns whether that fits.
@@ -243,9 +268,7 @@ class Attempts:
 
         It has the price of what moves in it, and plans may be a little faster than it claims.
         """
-        fastest = self.found.fastest
-        known = fastest is not None and not self.settings.overlap_steps
-        return AS_FAST * fastest.step_s if fastest is not None and known else math.inf
+        return math.inf if self.settings.overlap_steps else AS_FAST * self.best_s
 
     def attempt(self, variant: Variant, rule: str, name: str = "") -> bool:
         """Schedule what a simple rule decides about a variant; returns whether that fits.

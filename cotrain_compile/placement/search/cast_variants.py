@@ -49,7 +49,9 @@ def best_cast(
         refusals.append(refusal)
     try:
         left_s = max(0.0, settings.time_limit_s - (time.perf_counter() - began_s))
-        within = replace(settings, work_limit=settings.work_limit / 2, time_limit_s=left_s)
+        known_s = min((settings.known_s, *(plan.predicted.makespan_s for plan in found)))
+        half = settings.work_limit / 2
+        within = replace(settings, work_limit=half, time_limit_s=left_s, known_s=known_s)
         found.append(climb(problem, within, as_written))
     except PlacementError as refusal:
         refusals.append(refusal)

@@ -67,28 +67,32 @@ def follow_users(attempts: Attempts, levels: Levels) -> None:
             attempts.attempt(variant, rule)
 
 
-def climb_by_program(attempts: Attempts, levels: Levels) -> float:
+def climb_by_program(attempts: Attempts, levels: Levels, certified_s: float) -> float:
     """Try levels that a program proposes, each with what its relaxation decides.
 
-    Where neither the relaxation of the fastest nor the first of them is faster than that, no other
-    is. Returns the seconds that no levels take less than, 0 where nobody knows.
+    Where rounding costs as much as at the fastest level they have to claim so much less. Where
+    neither the relaxation of the fastest nor the first of them is faster than that, no other is.
+    Returns the seconds that no levels take less than, 0 where nobody knows.
     """
     claim_s, fastest = 0.0, attempts.found.fastest
     leads = fastest is not None and is_by_program(fastest.placement.policy)
-    if attempts.is_late:
+    rounding = max(NEAR, attempts.rounding)
+    if attempts.is_late or not attempts.is_slower_than(rounding * certified_s):
         return claim_s
     proposed = attempts.propose_levels(levels.regions)
-    if proposed is not None and proposed.decisions is not None:
+    if proposed is not None:
         # Parameters that are gathered again are in no region: without them more is claimed.
         claim_s = 0.0 if levels.gather else proposed.claim_s
+    if proposed is not None and proposed.decisions is not None:
         for level in levels.near(proposed.decisions.levels):
-            if attempts.is_late or not attempts.is_slower_than(NEAR * claim_s):
+            if attempts.is_late or not attempts.is_slower_than(rounding * claim_s):
                 break
             attempts.try_level(level, by_program=True)
             if not leads and attempts.found.fastest is fastest:
                 break
     # The step as it is counts as a level: where a plan is as fast as any, it has no faster one.
-    if attempts.solver.has_solutions and attempts.is_slower_than(NEAR * claim_s):
+    may_lead = attempts.is_slower_than(NEAR * claim_s) and not attempts.is_hopeless(attempts.step)
+    if attempts.solver.has_solutions and may_lead:
         attempts.relax(attempts.step)
     return claim_s
 
@@ -108,7 +112,7 @@ def aim_lower(attempts: Attempts, certified_s: float) -> None:
     """
     for share in LESS:
         best = fastest_of(attempts.variants, attempts.found.fastest_s)
-        near_s = FAR * max(best.claim_s, certified_s)
+        near_s = max(FAR, attempts.rounding) * max(best.claim_s, certified_s)
         is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
         if attempts.is_late or is_loose or not attempts.is_slower_than(near_s):
             return

@@ -104,23 +104,31 @@ def _try(attempts: Attempts, fastest: Draft, problem: Problem) -> Draft | None:
     It is none of the variants: programs go on from the levels and cuts.
     """
     attempts.progress("trying more values made again")
-    name = fastest.placement.policy.removesuffix(ENDING) + ENDING
+    before = fastest.placement
+    name = before.policy.removesuffix(ENDING) + ENDING
     buffer = problem.dataflow.buffer
     attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
     placement = replace(
-        fastest.placement,
+        before,
         policy=name,
         recomputed=problem.recomputed,
         recomputed_apart=problem.apart,
-        offloaded=tuple(each for each in fastest.placement.offloaded if each in buffer),
+        offloaded=tuple(each for each in before.offloaded if each in buffer),
         refetched=(),
     )
     placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
     if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
         return None
+    if _leaving(problem, placement) > _leaving(attempts.problem.under(before), before):
+        return None  # more is made again, and more leaves all the same
     with suppress(PlacementError):
         return attempts.drafted(problem, placement, moves, fastest.tactics)
     return None
+
+
+def _leaving(problem: Problem, placement: Placement) -> int:
+    """Bytes of what is offloaded."""
+    return sum(problem.dataflow.buffer[name].nbytes for name in placement.offloaded)
 
 
 class _Kinds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -19,12 +20,13 @@ class SolveSettings:
     `recompute` the policy `auto` also tries to make values again. Where the device runs `compiled`
     code (None: if the machine's does) tasks are settled, as `bundles.settled` says.
     `micro_batch_order` is "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try
-    both. With `split` it also tries regions of the step in parts.
+    both. With `split` it also tries regions of the step in parts. A plan of the same step in
+    another form takes `known_s`: only one that is faster is looked for.
     """
 
     policy: str = "auto"
     solver: str = "highs"
-    work_limit: float = 12.0
+    work_limit: float = 7.0
     time_limit_s: float = 300.0
     gap: float = 0.005
     seed: int = 0
@@ -35,3 +37,4 @@ class SolveSettings:
     recompute: bool = True
     micro_batch_order: str = "auto"
     split: bool = True
+    known_s: float = math.inf

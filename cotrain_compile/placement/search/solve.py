@@ -64,7 +64,7 @@ from cotrain_compile.support.collector import collector_off
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # What the bound may take, beside all that the search itself does.
-BOUND_SHARE = 0.5
+BOUND_SHARE = 0.3
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
 
@@ -158,9 +158,11 @@ class _Search(Attempts):
         self._reuse(incumbents)
         if incumbents:  # of plans nobody knows how else they may be scheduled
             fetch_late(self)
-        for stage in (self._settle_quickly, self._relax_fastest, self._climb_on):
+        stages = self._settle_quickly, self._relax_fastest, self._climb_on
+        for number, stage in enumerate(stages):
             stage()
-            if not self._may_gain():
+            # A relaxation may yet be far faster, rounded, than all that needs none.
+            if not self._may_gain() or (number and self.is_behind):
                 break
         else:
             solve_programs(self, max(self.claim_s, self._certified_s()))
@@ -192,7 +194,7 @@ class _Search(Attempts):
     def _climb_on(self) -> None:
         """Other values made again: those that a program proposes, then those beside the fastest."""
         if self.settings.recompute:
-            self.claim_s = climb_by_program(self, self.levels)
+            self.claim_s = climb_by_program(self, self.levels, self._certified_s())
             if not self.is_led_by_programs:
                 climb_further(self, self.levels)
         if self._may_gain_by_greedy():

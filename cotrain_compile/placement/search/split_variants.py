@@ -5,6 +5,7 @@ the work, as if nothing could run in parts: so that a plan with parts is never s
 without. Where its plan moves anything and the device waits for it, or there is none, the step in
 parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
 beyond which little more memory is saved, and where none of these has a plan those that need least.
+One that is no faster than the whole when its first relaxation is rounded goes no further.
 Where all fits nothing is split.
 """
 
@@ -39,8 +40,6 @@ Splits = Mapping[str, int]
 
 # Numbers of parts that are looked at.
 PARTS = (2, 4, 8, 16, 32, 64)
-# Of the work for a plan, what is for steps in parts where there is one without.
-SHARE = 0.75
 # More parts are worth a try where they save so much of what the step needs as a whole: each adds
 # up all sums once more.
 SAVES = 0.05
@@ -77,12 +76,13 @@ def best_split(
         own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
         parts = _in_parts(problem, splits)
         own += [p for whole in found if (p := from_whole(parts, whole)) is not None]
-        share = (SHARE if found else 1.0) / len(candidates)
+        share = 1.0 / len(candidates)
         left_s = settings.time_limit_s - (time.perf_counter() - began_s)
         within = replace(
             settings,
             work_limit=share * settings.work_limit,
             time_limit_s=max(share * settings.time_limit_s, left_s),
+            known_s=min((plan.predicted.makespan_s for plan in found), default=math.inf),
         )
         if _is_too_large(parts):
             unsaid.append((splits, partial(climb, parts, within, own)))

@@ -10,7 +10,9 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.files import load
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.variants import Variant
 from cotrain_compile.presets import find
 from tests.support.random_problems import PLENTY, least_bytes, resident_bytes, with_budget
 
@@ -53,3 +55,36 @@ def test_where_relaxations_say_that_nothing_is_faster_no_program_is_solved_whole
     assert report is not None
     assert not any(way.startswith("ilp") for way in report.simulated_s)
     assert report.work < SolveSettings().work_limit / 2
+
+
+@pytest.mark.parametrize("rounding", [1.0, 1e3])
+def test_levels_are_proposed_where_rounding_leaves_them_a_chance(
+    monkeypatch: pytest.MonkeyPatch, rounding: float
+) -> None:
+    """What rounding has cost at the fastest level it costs at others, and there is the bound."""
+    asked = list[object]()
+    monkeypatch.setattr(Attempts, "rounding", property(lambda _: rounding))
+    monkeypatch.setattr(Attempts, "propose_levels", lambda _, regions: asked.append(regions))
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    free = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
+    solve(with_budget(free, resident_bytes(free) // 2), SolveSettings(split=False))
+    assert bool(asked) == (rounding == 1.0)
+
+
+def test_the_step_as_it_is_has_no_program_where_the_link_alone_takes_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relaxed, relax = list[Variant](), Attempts.relax
+    hopeless = list[bool]()
+
+    def noted(attempts: Attempts, variant: Variant) -> bool:
+        relaxed.append(variant)
+        hopeless.append(variant is attempts.step and attempts.is_hopeless(variant))
+        return relax(attempts, variant)
+
+    monkeypatch.setattr(Attempts, "relax", noted)
+    step = load(Path("tests/problems/gpt.json"), Dataflow)
+    free = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
+    solve(with_budget(free, resident_bytes(free) // 2), SolveSettings(split=False))
+    assert relaxed
+    assert not any(hopeless)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
@@ -122,6 +123,29 @@ def test_what_is_too_large_has_its_least_looked_for_only_where_nothing_fits(
     assert solve(enough, SETTINGS).placement.splits
     budget = enough.budgets[Tier.DEVICE]
     assert all(floor_bytes(dataflow) <= budget for dataflow in refused)
+
+
+def test_what_parts_need_is_looked_for_without_their_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are found for the few numbers of parts that are planned."""
+    rated = list[Dataflow]()
+    problem = problem_of(0.45)
+    monkeypatch.setattr("cotrain_compile.placement.problem.roofline", rated.append)
+    assert [*split_variants._worth_a_try(problem)]
+    assert not rated
+
+
+def test_parts_that_stay_behind_the_whole_step_have_no_whole_program() -> None:
+    """A plan is known that is faster than what the first relaxation leads to."""
+    problem = problem_of(0.97)
+    alone, behind = (
+        solve(problem, replace(SETTINGS, split=False, known_s=known_s)).report
+        for known_s in (math.inf, 1e-9)
+    )
+    assert alone is not None
+    assert behind is not None
+    assert any(way.startswith("ilp") for way in alone.simulated_s)
+    assert not any(way.startswith("ilp") for way in behind.simulated_s)
+    assert behind.work < alone.work
 
 
 def test_another_policy_splits_nothing() -> None:
