@@ -16,7 +16,7 @@ from bench.gpu.model import SIZES
 from bench.gpu.placer import Placer
 from cotrain_compile.backends.lifecycle.dry_run import AfterDryRun
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
-from tests.support.calibrations import with_constants_of_before
+from tests.support.calibrations import without_constants
 
 CALIBRATED = functools.cache(calibrate)
 
@@ -24,7 +24,7 @@ CALIBRATED = functools.cache(calibrate)
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the suite writes; its tiny model has a single layer here, and it calibrates once."""
-    with_constants_of_before(monkeypatch)
+    without_constants(monkeypatch)
     monkeypatch.setattr(gpu_suite, "calibrate", CALIBRATED)
     shape = SIZES["tiny"].shape
     monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], shape=replace(shape, layers=1)))

@@ -12,7 +12,7 @@ import torch
 
 from bench.plans import coarse as coarse_against_zero_offload
 from bench.runtime import host_update, host_update_parts
-from tests.support.calibrations import with_constants_of_before
+from tests.support.calibrations import without_constants
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_updates_in_parts_are_compared_with_what_there_is(tmp_path: Path) -> Non
 def test_both_plans_are_predicted_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_constants_of_before(monkeypatch)
+    without_constants(monkeypatch)
     monkeypatch.setattr(coarse_against_zero_offload, "LAYERS", 2)
     result = quick(coarse_against_zero_offload.main, tmp_path / "report.json")
     zero, coarse = (result["plans"][plan] for plan in coarse_against_zero_offload.PLANS)

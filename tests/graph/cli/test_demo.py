@@ -22,7 +22,7 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
 from cotrain_compile.support.units import format_seconds
-from tests.support.calibrations import with_constants_of_before
+from tests.support.calibrations import without_constants
 
 SMALL = Shape(context=16, width=32, layers=1, heads=2)
 
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoOutcome, 
     """A demo from start to end, on this computer as measured: its folder and what it printed."""
     output = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        with_constants_of_before(patch)
+        without_constants(patch)
         patch.setattr(demo, "QUICK", Sizes(2**20, 64, 256, 2**16, 2**16, 1))
         return output, *said_by(settings(output, machine=""))
 

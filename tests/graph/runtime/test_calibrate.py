@@ -32,7 +32,7 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.process.cores import Cores, bind_this_thread, usable_cores
 from tests.support import thread_card
-from tests.support.calibrations import with_constants_of_before
+from tests.support.calibrations import without_constants
 from tests.support.thread_card import ThreadCard
 
 calibrate_module = importlib.import_module("cotrain_compile.runtime.calibrate.calibrate")
@@ -60,8 +60,8 @@ def calibration() -> Calibration:
 
 @pytest.fixture(autouse=True)
 def constants(calibration: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other calibration has those of before."""
-    with_constants_of_before(monkeypatch)
+    """Every other calibration has none."""
+    without_constants(monkeypatch)
 
 
 def test_when_its_time_is_over_each_figure_has_one_sample_behind_a_warm_up(
