@@ -53,16 +53,16 @@ class Placed:
     recomputed: tuple[str, ...] = ()
     speculative: tuple[str, ...] = ()
 
-    def differs(self, placement: Placement, owned: frozenset[str]) -> tuple[int, int]:
+    def differs(self, placement: Placement, offloaded: frozenset[str]) -> tuple[int, int]:
         """In how many modes, then homes, absences and guesses, it is not `placement`.
 
-        `owned` are all that could be offloaded.
+        That has `offloaded` of all that could be.
         """
         modes = sum(placement.updates.get(name) is not mode for name, mode in self.updates.items())
         homes = sum(placement.homes.get(name) is not tier for name, tier in self.homes.items())
-        offloaded = len(owned.intersection(placement.offloaded) ^ set(self.offloaded))
+        absences = len(offloaded ^ set(self.offloaded))
         guesses = len(self.updates.keys() & set(placement.speculative) ^ set(self.speculative))
-        return modes, homes + offloaded + guesses
+        return modes, homes + absences + guesses
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,8 @@ def strategy_of(dataflow: Dataflow, placement: Placement, param: str, fetched: s
     """The strategy whose placement of `param` is that of `placement`, or is closest to it."""
     group = dataflow.update.get(param)
     owned = frozenset({fetched, group.gradient} if group else {fetched})
+    offloaded = owned.intersection(placement.offloaded)
     return min(
         (s for s in PARAM_STRATEGIES if (s.mode is None) is (group is None)),
-        key=lambda s: s.placed(dataflow, param, fetched).differs(placement, owned),
+        key=lambda s: s.placed(dataflow, param, fetched).differs(placement, offloaded),
     )

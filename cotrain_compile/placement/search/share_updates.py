@@ -8,7 +8,7 @@ that is short of a solution never says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import UpdateGroup
@@ -66,13 +66,14 @@ def with_share_streamed(
     moves. What then stays on the device where that is full is left to the host.
     """
     hosted = hosted_updates(problem, placement)
+    fetches = _fetches(problem, placement, hosted)
     for gradient_offloaded in (True, False):
         among = hosted
         for _ in range(DROPPED + 1):
             chosen = _spread(problem, among, share)
             if not chosen:
                 break
-            shared = _streamed(problem, placement, chosen, gradient_offloaded)
+            shared = _streamed(problem, placement, chosen, fetches, gradient_offloaded)
             moves = moves_of(problem, shared)
             if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
                 yield shared, moves
@@ -109,8 +110,24 @@ def _spread(problem: Problem, groups: Sequence[UpdateGroup], share: float) -> li
     return chosen
 
 
+def _fetches(
+    problem: Problem, placement: Placement, groups: Sequence[UpdateGroup]
+) -> Mapping[str, int]:
+    """How often the weight of each group is fetched."""
+    dataflow, copies = problem.dataflow, low_precision_copies(problem.dataflow)
+    params = (group.param for group in groups)
+    return {
+        param: strategy_of(dataflow, placement, param, copies.get(param, param)).fetches
+        for param in params
+    }
+
+
 def _streamed(
-    problem: Problem, placement: Placement, groups: list[UpdateGroup], gradient_offloaded: bool
+    problem: Problem,
+    placement: Placement,
+    groups: list[UpdateGroup],
+    fetches: Mapping[str, int],
+    gradient_offloaded: bool,
 ) -> Placement:
     dataflow = problem.dataflow
     copies = low_precision_copies(dataflow)
@@ -122,10 +139,9 @@ def _streamed(
     for group in groups:
         param = group.param
         fetched = copies.get(param, param)
-        before = strategy_of(dataflow, placement, param, fetched)
         passes = dataflow.buffer[group.gradient].is_passing  # what is kept has a home
-        leaves = gradient_offloaded and passes and before.fetches in (0, 2)
-        placed = Strategy(UpdateMode.STREAMED, before.fetches, leaves).placed(
+        leaves = gradient_offloaded and passes and fetches[param] in (0, 2)
+        placed = Strategy(UpdateMode.STREAMED, fetches[param], leaves).placed(
             dataflow, param, fetched
         )
         for name in (fetched, group.gradient):

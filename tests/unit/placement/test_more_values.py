@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
@@ -18,6 +19,7 @@ from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import Draft, finished
 from cotrain_compile.placement.search import more_values
 from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.plan import Placement
@@ -93,6 +95,28 @@ def test_a_value_is_made_again_where_its_way_takes_longer(
     assert fastest.placement.offloaded == offloaded
     assert fastest.placement.policy == "cover+values"
     check(attempts.problem, finished(attempts.problem, fastest))
+
+
+@pytest.mark.parametrize(("leaves", "is_scheduled"), [("u", True), ("w", False)])
+def test_what_makes_more_leave_is_not_scheduled(
+    monkeypatch: pytest.MonkeyPatch, leaves: str, is_scheduled: bool
+) -> None:
+    """With `v` made again 2 MiB leave instead of 4, or 8."""
+    attempts = covered_attempts(step(op("sort", "x", "u", Phase.FORWARD), source_mib=2), SLOW)
+    scheduled = list[Placement]()
+
+    def left(*arguments: Any) -> Any:
+        placement, moves = covered(*arguments)
+        return replace(placement, offloaded=(leaves,)), moves
+
+    def noted(_: Attempts, problem: Problem, placement: Placement, *others: Any) -> Any:
+        scheduled.append(placement)
+        raise PlacementError("", shortfall_bytes=0)
+
+    monkeypatch.setattr(more_values, "covered", left)
+    monkeypatch.setattr(Attempts, "drafted", noted)
+    make_more_again(attempts)
+    assert bool(scheduled) == is_scheduled
 
 
 def needed_later() -> Dataflow:
