@@ -44,6 +44,8 @@ SHARE = 0.75
 # More parts are worth a try where they save so much of what the step needs as a whole: each adds
 # up all sums once more.
 SAVES = 0.05
+# An op in parts that touches no more of the budget leaves room for what is alive beside it.
+SMALL = 1 / 3
 
 
 def best_split(
@@ -147,7 +149,7 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
         if not _can_matter(problem.dataflow, of_kind, whole):
             continue
         needs: dict[int, tuple[int, int]] = {1: whole}
-        enough: int | None = None
+        enough, largest = None, max(_touched(problem.dataflow, r) for r in of_kind)
         for parts in PARTS:
             names = {r.name: parts for r in of_kind}
             if any(r.length < parts for r in of_kind):
@@ -156,7 +158,8 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
             if needs[parts][0] <= budget and not fits:
                 fits = {**chosen, **names}
             least = _least_in_parts(needs[parts // 2], needs[parts], parts)
-            if enough is None and _is_near(needs[parts], least, whole):
+            small = largest / parts <= SMALL * budget
+            if enough is None and small and _is_near(needs[parts], least, whole):
                 enough = parts
             if enough is not None and (fits or least[0] > budget):
                 break  # more parts save little, and do not make all fit
