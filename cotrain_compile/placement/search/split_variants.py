@@ -4,7 +4,8 @@ In: a Problem, settings, and how a step is planned. The step with whole ops come
 the work, as if nothing could run in parts: so that a plan with parts is never slower than one
 without. Where its plan moves anything and the device waits for it, or there is none, the step in
 parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
-beyond which little more memory is saved, and where none of these has a plan those that need least.
+beyond which little more memory is saved and no op takes much of the budget, and where none of these
+has a plan those that need least.
 Where all fits nothing is split.
 """
 
