@@ -93,7 +93,7 @@ class Refetched(Stays):
 
     def effect(self, cluster: ActivationCluster) -> Effect:
         c = cluster
-        back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
+        back = Demand(Flow.RELOAD, c.nbytes, c.leaves, c.returns)
         on_host = HostHold(c.nbytes, c.leaves, c.returns, c.leaves, c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, None, back)
         return Effect(holds=(gone,), host_holds=(on_host,))

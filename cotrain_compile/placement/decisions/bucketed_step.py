@@ -101,13 +101,6 @@ class BucketedStep:
         """The bucket of a slot: the head before the first op, the epilogue after the last."""
         return self.epilogue if slot >= self.program.end else bisect_right(self.starts, slot)
 
-    def bucket_after(self, slot: int) -> int:
-        """The first bucket in which a copy may run that begins after the op there.
-
-        Cut at peaks, that is the next one where the op is the last of its own.
-        """
-        return self.bucket(min(slot + self.at_peaks, self.program.end - 1))
-
     def bucket_before(self, slot: int) -> int:
         """The last bucket in which a copy may run that ends before the op there.
 

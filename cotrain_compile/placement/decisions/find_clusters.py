@@ -95,9 +95,7 @@ def activation_clusters(
             tuple(b.name for b in part),
             sum(b.nbytes for b in part),
             *gap[:2],
-            min(
-                step.bucket_after(written_before(step.program, b.name, used[b.name])) for b in part
-            ),
+            min(step.bucket(written_before(step.program, b.name, used[b.name])) for b in part),
             *gap[2:],
             again=_least(part, again) if alike else None,
             from_level=level,
@@ -145,12 +143,12 @@ def _leaving(
         gap = step.program.order.longest_gap(step.program.touches.get(buffer.name, ()))
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
-        leaves, returns = step.bucket_after(gap[0]), step.bucket_before(gap[1])
+        leaves, returns = step.bucket(gap[0]), step.bucket_before(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
             yield buffer, (leaves, returns, movable, False), gap
         for later in step.program.order.gaps_behind(buffer.name, gap) if behind else ():
-            leaves, returns = step.bucket_after(later[0]), step.bucket_before(later[1])
+            leaves, returns = step.bucket(later[0]), step.bucket_before(later[1])
             if step.apart(leaves, returns):
                 yield buffer, (leaves, returns, True, True), later
 

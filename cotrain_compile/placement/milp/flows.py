@@ -13,7 +13,7 @@ from typing import Any
 
 from cotrain_compile.placement.decisions.effects import Demand, Effect, Flow, UpdateEffect
 from cotrain_compile.placement.milp.linear import summed
-from cotrain_compile.placement.milp.model import Model, Total, amount_of, in_mib
+from cotrain_compile.placement.milp.model import Model, Total, amount_of, by_bucket, in_mib
 from cotrain_compile.plan import Lane
 
 # These are there where something is kept in `.grad`, and where something may rest on disk.
@@ -84,13 +84,24 @@ def add_flows(model: Model) -> Flows:
             model.add(own[flow].total == summed(amount for _, amount in demands))
             continue
         _add_demands(model, own[flow], demands, late.get(flow))
-    for k in model.buckets:
-        sent = own[Flow.OFFLOAD].by(k if k == model.epilogue else k - model.lag)
-        model.add(own[Flow.RELOAD].by(k) <= sent)
+    _add_out_before_in(model, own, asked[Flow.RELOAD])
     if not model.relaxed:
         _add_host_pipeline(model, own)
     gone = _add_gone(model, own[Flow.OFFLOAD], asked[Flow.OFFLOAD])
     return Flows(own, gone, late, _add_streams(model))
+
+
+def _add_out_before_in(model: Model, own: Mapping[Flow, Total], asked: _Asked) -> None:
+    """What comes back has been sent, or came before: what is fetched again is sent no second time.
+
+    That has no reason to come before it is gone once more.
+    """
+    again = by_bucket((d.released, amount) for d, amount in asked if d.released is not None)
+    known = summed(())
+    for k in model.buckets:
+        known = model.running(known + again[k]) if k in again else known
+        sent = own[Flow.OFFLOAD].by(k if k == model.epilogue else k - model.lag)
+        model.add(own[Flow.RELOAD].by(k) <= sent + known)
 
 
 def _add_gone(model: Model, sent: Total, asked: _Asked) -> Total:

@@ -8,20 +8,24 @@ that is short of a solution never says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from cotrain_compile.dataflow import UpdateGroup
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
+from cotrain_compile.placement.decisions.strategies import Strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.plan import Lane, Placement, UpdateMode
 
 # What an update on the device may take of its budget: a little is there besides.
 ROOM = 0.9
+# A part of the step that is not worth a try.
+LITTLE = 0.02
 # So many are left to the host because they hold too much where the device is full.
 DROPPED = 3
 
@@ -29,13 +33,22 @@ DROPPED = 3
 def balanced_share(problem: Problem, placement: Placement) -> float:
     """The share with which the link takes as long as the host; 0 where no update is on the host.
 
-    A streamed update has its parameter, in full precision, and its states come and go.
+    A streamed update has its parameter, in full precision, and its states come and go; so have
+    those that are streamed already.
     """
     hosted, host_s = hosted_updates(problem, placement), hosted_s(problem, placement)
-    nbytes = sum(_nbytes(problem, group) for group in hosted)
-    machine = problem.machine
-    link_s = max(machine.copy_s(nbytes, *machine.links[lane].ends) for lane in (Lane.H2D, Lane.D2H))
-    return host_s / (host_s + link_s) if hosted else 0.0
+    streamed = [
+        group
+        for group in problem.dataflow.updates
+        if placement.updates[group.param] is UpdateMode.STREAMED
+    ]
+    more_s, streamed_s = (_link_s(problem, groups) for groups in (hosted, streamed))
+    return max(0.0, host_s - streamed_s) / (host_s + more_s) if hosted else 0.0
+
+
+def _link_s(problem: Problem, groups: Sequence[UpdateGroup]) -> float:
+    nbytes, machine = sum(_nbytes(problem, group) for group in groups), problem.machine
+    return max(machine.copy_s(nbytes, *machine.links[lane].ends) for lane in (Lane.H2D, Lane.D2H))
 
 
 def hosted_s(problem: Problem, placement: Placement) -> float:
@@ -57,30 +70,64 @@ def hosted_updates(problem: Problem, placement: Placement) -> list[UpdateGroup]:
     ]
 
 
+def balanced(
+    problem: Problem, placement: Placement, step_s: float
+) -> Iterator[tuple[Placement, Moves]]:
+    """`placement` with the share streamed that balances link and host, where `step_s` may gain."""
+    share = balanced_share(problem, placement)
+    if share * hosted_s(problem, placement) >= LITTLE * step_s:
+        yield from islice(with_share_streamed(problem, placement, share), 1)
+
+
 def with_share_streamed(
     problem: Problem, placement: Placement, share: float
 ) -> Iterator[tuple[Placement, Moves]]:
     """`placement` with about `share` of the bytes that the host updates streamed instead.
 
     With their gradients offloaded until their updates, and with these on the device; each with its
-    moves. What then stays on the device where that is full is left to the host.
+    moves. What then stays on the device where that is full is left to the host; where that is not
+    enough, values that leave are chosen anew.
     """
     hosted = hosted_updates(problem, placement)
-    fetches = _fetches(problem, placement, hosted)
     for gradient_offloaded in (True, False):
-        among = hosted
-        for _ in range(DROPPED + 1):
-            chosen = _spread(problem, among, share)
-            if not chosen:
-                break
-            shared = _streamed(problem, placement, chosen, fetches, gradient_offloaded)
-            moves = moves_of(problem, shared)
-            if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
-                yield shared, moves
-                break
-            if (hindering := _largest_where_full(moves, chosen)) is None:
-                break
-            among = [group for group in among if group is not hindering]
+        found = _that_fits(problem, placement, share, hosted, gradient_offloaded)
+        if found is None and gradient_offloaded:
+            found = _covered(problem, placement, _spread(problem, hosted, share))
+        if found is not None:
+            yield found
+
+
+def _that_fits(
+    problem: Problem,
+    placement: Placement,
+    share: float,
+    hosted: Sequence[UpdateGroup],
+    gradient_offloaded: bool,
+) -> tuple[Placement, Moves] | None:
+    """The share streamed, with one after the other left to the host until it fits."""
+    among = [*hosted]
+    for _ in range(DROPPED + 1):
+        if not (chosen := _spread(problem, among, share)):
+            return None
+        shared = _streamed(problem, placement, chosen, gradient_offloaded)
+        moves = moves_of(problem, shared)
+        if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
+            return shared, moves
+        if (hindering := _largest_where_full(moves, chosen)) is None:
+            return None
+        among.remove(hindering)
+    return None
+
+
+def _covered(
+    problem: Problem, placement: Placement, chosen: list[UpdateGroup]
+) -> tuple[Placement, Moves] | None:
+    """`chosen` streamed, beside other values that leave, where that fits."""
+    if not chosen:
+        return None
+    budget_bytes = problem.budgets[Tier.DEVICE]
+    shared, moves = covered(problem, _streamed(problem, placement, chosen, True), budget_bytes)
+    return (shared, moves) if max(moves.slot_bytes) <= budget_bytes else None
 
 
 def _largest_where_full(moves: Moves, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
@@ -110,24 +157,8 @@ def _spread(problem: Problem, groups: Sequence[UpdateGroup], share: float) -> li
     return chosen
 
 
-def _fetches(
-    problem: Problem, placement: Placement, groups: Sequence[UpdateGroup]
-) -> Mapping[str, int]:
-    """How often the weight of each group is fetched."""
-    dataflow, copies = problem.dataflow, low_precision_copies(problem.dataflow)
-    params = (group.param for group in groups)
-    return {
-        param: strategy_of(dataflow, placement, param, copies.get(param, param)).fetches
-        for param in params
-    }
-
-
 def _streamed(
-    problem: Problem,
-    placement: Placement,
-    groups: list[UpdateGroup],
-    fetches: Mapping[str, int],
-    gradient_offloaded: bool,
+    problem: Problem, placement: Placement, groups: list[UpdateGroup], gradient_offloaded: bool
 ) -> Placement:
     dataflow = problem.dataflow
     copies = low_precision_copies(dataflow)
@@ -139,11 +170,10 @@ def _streamed(
     for group in groups:
         param = group.param
         fetched = copies.get(param, param)
+        fetches = 0 if homes[param] is Tier.DEVICE else 1 + (fetched in offloaded)
         passes = dataflow.buffer[group.gradient].is_passing  # what is kept has a home
-        leaves = gradient_offloaded and passes and fetches[param] in (0, 2)
-        placed = Strategy(UpdateMode.STREAMED, fetches[param], leaves).placed(
-            dataflow, param, fetched
-        )
+        leaves = gradient_offloaded and passes and fetches != 1
+        placed = Strategy(UpdateMode.STREAMED, fetches, leaves).placed(dataflow, param, fetched)
         for name in (fetched, group.gradient):
             offloaded.pop(name, None)
         homes |= placed.homes

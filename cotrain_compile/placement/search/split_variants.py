@@ -4,7 +4,8 @@ In: a Problem, settings, and how a step is planned. The step with whole ops come
 the work, as if nothing could run in parts: so that a plan with parts is never slower than one
 without. Where its plan moves anything and the device waits for it, or there is none, the step in
 parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
-beyond which little more memory is saved, and where none of these has a plan those that need least.
+beyond which little more memory is saved and no op takes much of the budget, and where none of these
+has a plan those that need least.
 One that is no faster than the whole when its first relaxation is rounded goes no further.
 Where all fits nothing is split.
 """
@@ -43,6 +44,8 @@ PARTS = (2, 4, 8, 16, 32, 64)
 # More parts are worth a try where they save so much of what the step needs as a whole: each adds
 # up all sums once more.
 SAVES = 0.05
+# An op in parts that touches no more of the budget leaves room for what is alive beside it.
+SMALL = 1 / 3
 
 
 def best_split(
@@ -147,7 +150,7 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
         if not _can_matter(problem.dataflow, of_kind, whole):
             continue
         needs: dict[int, tuple[int, int]] = {1: whole}
-        enough: int | None = None
+        enough, largest = None, max(_touched(problem.dataflow, r) for r in of_kind)
         for parts in PARTS:
             names = {r.name: parts for r in of_kind}
             if any(r.length < parts for r in of_kind):
@@ -156,7 +159,8 @@ def _worth_a_try(problem: Problem) -> Iterator[Splits]:
             if needs[parts][0] <= budget and not fits:
                 fits = {**chosen, **names}
             least = _least_in_parts(needs[parts // 2], needs[parts], parts)
-            if enough is None and _is_near(needs[parts], least, whole):
+            small = largest / parts <= SMALL * budget
+            if enough is None and small and _is_near(needs[parts], least, whole):
                 enough = parts
             if enough is not None and (fits or least[0] > budget):
                 break  # more parts save little, and do not make all fit

@@ -79,6 +79,11 @@ def test_what_is_read_twice_is_fetched_twice_from_one_copy() -> None:
     assert least_of(problem).nbytes < 9 * MIB
 
 
+def test_the_bound_knows_that_what_is_fetched_twice_crosses_the_link_twice() -> None:
+    # No other plan fits: without the second fetch the program would have no solution.
+    assert bound_s(within(9 * MIB, 1e9), recompute=False) >= 2 * 4 * MIB / 1e9
+
+
 @pytest.mark.parametrize("bytes_per_s", [1e9, 1e11, 1e13])
 def test_no_bound_is_above_what_is_fetched_twice(bytes_per_s: float) -> None:
     problem = within(9 * MIB, bytes_per_s)

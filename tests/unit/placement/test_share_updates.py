@@ -71,6 +71,25 @@ def test_the_balanced_share_is_none_where_the_host_updates_nothing() -> None:
     assert not balanced_share(problem, resident(problem.dataflow))
 
 
+def test_what_is_balanced_already_is_left_alone() -> None:
+    problem = problem_of(STEPS["chain"])
+    placement = zero_offload(problem.dataflow)
+    share = balanced_share(problem, placement)
+    shared, _ = next(with_share_streamed(problem, placement, share))
+    assert balanced_share(problem, shared) < 0.1 * share
+
+
+def test_where_streamed_updates_leave_no_room_other_values_leave_too() -> None:
+    """By a byte, which no update gives back that is left to the host."""
+    problem = problem_of(STEPS["chain"])
+    placement = zero_offload(problem.dataflow)
+    tight = problem.with_budget(Tier.DEVICE, max(moves_of(problem, placement).slot_bytes) - 1)
+    (shared, moves), *_ = with_share_streamed(tight, placement, 1.0)
+    assert list(shared.updates.values()).count(UpdateMode.STREAMED) == LAYERS
+    assert shared.offloaded
+    assert max(moves.slot_bytes) <= tight.budgets[Tier.DEVICE]
+
+
 def test_an_update_comes_after_all_that_reads_a_gradient_which_is_offloaded() -> None:
     """Also after what only looks at it: it comes back for its update when it has left."""
     step = STEPS["chain"]

@@ -148,6 +148,20 @@ def test_parts_that_stay_behind_the_whole_step_have_no_whole_program() -> None:
     assert behind.work < alone.work
 
 
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.15, 0.3])
+def test_no_op_in_parts_is_to_take_much_of_a_small_budget(share: float) -> None:
+    """Beside it a replay has to fit, or all but a few values leave."""
+    problem = problem_of(share)
+    (region,) = problem.dataflow.regions
+    whole = max(
+        sum(problem.dataflow.buffer[name].nbytes for name in {*op.reads, *op.writes})
+        for op in problem.dataflow.ops
+    )
+    *_, splits = split_variants._worth_a_try(problem)
+    parts = splits[region.name]
+    assert parts == region.length or whole <= parts * problem.budgets[Tier.DEVICE] / 3
+
+
 def test_another_policy_splits_nothing() -> None:
     with pytest.raises(PlacementError):
         solve(problem_of(0.3), replace(SETTINGS, policy="resident"))
