@@ -5,11 +5,9 @@ Torch is imported only when a `gpu` test is about to run: the unit tests need no
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -72,25 +70,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def import_in_turn(config: pytest.Config) -> None:
-    """Each worker imports from another file on, and finds compiled what others began with."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if not worker or config.args != [str(Path(__file__).parent.name)]:
-        return
-    root = Path(__file__).parents[1]
-    paths = sorted(Path(__file__).parent.rglob("test_*.py"))
-    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
-    begin = int(worker) * len(names) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for name in (*names[begin:], *names[:begin]):
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # told where it is collected
-            importlib.import_module(name)
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """What is imported and collected stays: no garbage is sought in it, now or by any test."""
     gc.disable()
-    import_in_turn(session.config)
     try:
         return (yield)
     finally:
