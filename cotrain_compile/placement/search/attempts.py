@@ -21,13 +21,12 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.cover import covered, without_values_offloaded
+from cotrain_compile.placement.search.cover import covered, with_all_offloaded
 from cotrain_compile.placement.search.found import Found, Missing, note_unsound
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.share_updates import balanced
 from cotrain_compile.placement.search.variants import FAR, Variant
 from cotrain_compile.placement.work import (
     PER_CELL_OF_GREEDY,
@@ -86,7 +85,6 @@ class Attempts:
         self.rounds = 0
         self.draft_units = 0.0  # what the dearest schedule has taken
         self.covered_s = dict[str, float]()  # by name
-        self.kept: Placement | None = None  # parameters in the first cover that fits
         self.covers: bool | None = None  # whether that was faster than the greedy for a level
         self.decided_greedily = set[tuple[str, tuple[Tactics, ...]]]()  # by name and tactics
         self.is_cut_short = False  # some program of a single step, for want of work
@@ -335,38 +333,31 @@ class Attempts:
         if name not in self.found.drafts:
             self.keeps(name, variant, variant.least.placement, variant.least.moves)
 
-    def try_cover(self, variant: Variant) -> float:
-        """Values offloaded by the exact profile, parameters on the host; seconds, if it fits.
-
-        With as many of their updates streamed as for the first that fits, of which none and the
-        balanced share are tried.
-        """
-        name = "cover" + variant.suffix
-        if name not in self.covered_s:
-            self.progress(f"scheduling {plan_words(name)}")
-            found = self._cover(name, variant)
-            self.covered_s[name] = found.step_s if found is not None else math.inf
-            if found is not None and self.kept is None:
-                self.kept = without_values_offloaded(self.problem.dataflow, found.placement)
-        return self.covered_s[name]
-
-    def _cover(self, name: str, variant: Variant) -> Draft | None:
-        problem, kept = variant.problem, self.kept or self.step.least.placement
+    def once_offloaded_bytes(self, variant: Variant) -> int:
+        """The most that any op needs with all offloaded that can be, but nothing twice."""
+        problem = variant.problem
         self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
-        kept = replace(kept, policy=name, recomputed=variant.recomputed)
+        kept = replace(self.step.least.placement, recomputed=variant.recomputed)
+        once = replace(with_all_offloaded(problem, kept), refetched=())
+        return max(moves_of(problem, once).slot_bytes)
+
+    def try_cover(self, variant: Variant) -> float:
+        """Values offloaded by the exact profile, parameters on the host; seconds, if it fits."""
+        name, best_s = "cover" + variant.suffix, math.inf
+        if self.covered_s.get(name) is not None:
+            return self.covered_s[name]
+        self.progress(f"scheduling {plan_words(name)}")
+        problem = variant.problem
+        self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
+        kept = replace(self.step.least.placement, policy=name, recomputed=variant.recomputed)
         placement, moves = covered(problem, kept, problem.budgets[Tier.DEVICE])
-        if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
-            return None
-        found = None
-        with suppress(PlacementError):
-            found = self.drafted(problem, placement, moves, LATE)
-            self.found.keep(name, found)
-            if self.kept is None:
-                for shared, its_moves in balanced(problem, placement, found.step_s):
-                    other = self.drafted(problem, shared, its_moves, LATE)
-                    self.found.keep(name, other)
-                    found = min(found, other, key=lambda each: each.step_s)
-        return found
+        if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
+            with suppress(PlacementError):
+                found = self.drafted(problem, placement, moves, LATE)
+                best_s = found.step_s
+                self.found.keep(name, found)
+        self.covered_s[name] = best_s
+        return best_s
 
     def decide(
         self,

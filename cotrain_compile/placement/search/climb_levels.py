@@ -8,16 +8,12 @@ those that a program proposes.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
-from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts, is_by_program
-from cotrain_compile.placement.search.cover import with_all_offloaded
 from cotrain_compile.placement.search.cuts import Cut
 from cotrain_compile.placement.search.variants import FAR, NEAR, Levels, Variant, fastest_of
-from cotrain_compile.placement.work import PER_OP_OF_MOVES
 
 # Where replays of layers need more than this part of the device they are tried in parts. Of so many
 # stretches of a layer one cut each is tried, and those up to so far from the best.
@@ -162,17 +158,8 @@ def _hardly_fit(attempts: Attempts, levels: Levels) -> bool:
     most = attempts.problem.budgets[Tier.DEVICE]
     if not levels.count:
         return False
-    replays_bytes = _once_offloaded_bytes(attempts, levels.variant(levels.count))
-    return replays_bytes > max(ROOMY * most, _once_offloaded_bytes(attempts, attempts.step))
-
-
-def _once_offloaded_bytes(attempts: Attempts, variant: Variant) -> int:
-    """The most that any op needs with all offloaded that can be, but nothing twice."""
-    problem = variant.problem
-    attempts.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
-    kept = replace(attempts.step.least.placement, recomputed=variant.recomputed)
-    once = replace(with_all_offloaded(problem, kept), refetched=())
-    return max(moves_of(problem, once).slot_bytes)
+    replays_bytes = attempts.once_offloaded_bytes(levels.variant(levels.count))
+    return replays_bytes > max(ROOMY * most, attempts.once_offloaded_bytes(attempts.step))
 
 
 def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:

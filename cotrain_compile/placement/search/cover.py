@@ -96,13 +96,6 @@ def with_all_offloaded(
     )
 
 
-def without_values_offloaded(dataflow: Dataflow, placement: Placement) -> Placement:
-    """`placement` with nothing offloaded but what belongs to parameters."""
-    owned = owners(dataflow)
-    offloaded = tuple(name for name in placement.offloaded if name in owned)
-    return replace(placement, offloaded=offloaded, refetched=())
-
-
 def _has_gap(program: DeviceProgram, name: str) -> bool:
     return bool(program.order.offloaded_gaps(name))
 

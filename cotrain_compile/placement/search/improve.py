@@ -22,7 +22,6 @@ from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.share_updates import (
-    LITTLE,
     balanced_share,
     hosted_s,
     with_share_streamed,
@@ -33,6 +32,8 @@ from cotrain_compile.plan import Placement, UpdateMode
 LATE_STARTS = (EAGER, LATE, Tactics(lookahead=0.1))
 # Where not all of them fit, the smaller ones of them may.
 PARTS = (1, 2, 4, 8)
+# A part of the step that is not worth a try.
+LITTLE = 0.02
 # How far from a share of streamed updates others are tried, one after the other.
 SHARE_STEPS = (0.15, 0.07)
 

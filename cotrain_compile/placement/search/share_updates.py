@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from cotrain_compile.dataflow import UpdateGroup
 from cotrain_compile.machine import Tier
@@ -24,8 +23,6 @@ from cotrain_compile.plan import Lane, Placement, UpdateMode
 
 # What an update on the device may take of its budget: a little is there besides.
 ROOM = 0.9
-# A part of the step that is not worth a try.
-LITTLE = 0.02
 # So many are left to the host because they hold too much where the device is full.
 DROPPED = 3
 
@@ -33,22 +30,13 @@ DROPPED = 3
 def balanced_share(problem: Problem, placement: Placement) -> float:
     """The share with which the link takes as long as the host; 0 where no update is on the host.
 
-    A streamed update has its parameter, in full precision, and its states come and go; so have
-    those that are streamed already.
+    A streamed update has its parameter, in full precision, and its states come and go.
     """
     hosted, host_s = hosted_updates(problem, placement), hosted_s(problem, placement)
-    streamed = [
-        group
-        for group in problem.dataflow.updates
-        if placement.updates[group.param] is UpdateMode.STREAMED
-    ]
-    more_s, streamed_s = (_link_s(problem, groups) for groups in (hosted, streamed))
-    return max(0.0, host_s - streamed_s) / (host_s + more_s) if hosted else 0.0
-
-
-def _link_s(problem: Problem, groups: Sequence[UpdateGroup]) -> float:
-    nbytes, machine = sum(_nbytes(problem, group) for group in groups), problem.machine
-    return max(machine.copy_s(nbytes, *machine.links[lane].ends) for lane in (Lane.H2D, Lane.D2H))
+    nbytes = sum(_nbytes(problem, group) for group in hosted)
+    machine = problem.machine
+    link_s = max(machine.copy_s(nbytes, *machine.links[lane].ends) for lane in (Lane.H2D, Lane.D2H))
+    return host_s / (host_s + link_s) if hosted else 0.0
 
 
 def hosted_s(problem: Problem, placement: Placement) -> float:
@@ -68,15 +56,6 @@ def hosted_updates(problem: Problem, placement: Placement) -> list[UpdateGroup]:
         and placement.homes.get(group.gradient) is not Tier.HOST
         and _nbytes(problem, group) + dataflow.buffer[group.gradient].nbytes <= room
     ]
-
-
-def balanced(
-    problem: Problem, placement: Placement, step_s: float
-) -> Iterator[tuple[Placement, Moves]]:
-    """`placement` with the share streamed that balances link and host, where `step_s` may gain."""
-    share = balanced_share(problem, placement)
-    if share * hosted_s(problem, placement) >= LITTLE * step_s:
-        yield from islice(with_share_streamed(problem, placement, share), 1)
 
 
 def with_share_streamed(
