@@ -1,4 +1,4 @@
-"""Missing rules: what Dynamo does not trace, or not as eager has it, seven small ones.
+"""Missing rules: what Dynamo does not trace, or not as eager has it, eight small ones.
 
 Names of classes: the class of a parameter has a name and a module, as any other class has.
 
@@ -67,6 +67,14 @@ of that thread: every later op of the process fails.
 Private torch API used: `InferenceModeVariable.create`, `TorchCtxManagerClassVariable`,
 `GradModeVariable`, `VariableBuilder._wrap`. Reason: there is no switch for it. Tried on torch
 2.13.0.
+
+`torch.compile` in a step, which torchao's optimizers call: what it compiles is traced.
+
+Dynamo knows it by the object that had the name when the first step was traced. Lightning puts one
+of its own in its place, which calls torch's; whichever is not known could not be traced.
+
+Private torch API used: `TorchInGraphFunctionVariable._get_handlers`. Reason: what a trace does with
+a function of torch's is in that table alone. Tried on torch 2.11.0 and 2.13.0.
 """
 
 from __future__ import annotations
@@ -98,7 +106,11 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import BaseTorchVariable, TorchCtxManagerClassVariable
+from torch._dynamo.variables.torch import (
+    BaseTorchVariable,
+    TorchCtxManagerClassVariable,
+    TorchInGraphFunctionVariable,
+)
 from torch.torch_version import TorchVersion
 
 Patch = tuple[Any, str, Any]
@@ -333,3 +345,17 @@ def _made_before(original: Callable[..., Any]) -> Callable[..., Any]:
         return variable
 
     return wrap
+
+
+@contextmanager
+def compile_traced() -> Iterator[None]:
+    """Within it `torch.compile` and what it wraps are one to a trace."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    names: list[Callable[..., Any]] = []
+    each: Any = torch.compile
+    while each is not None:
+        names.append(each)
+        each = getattr(each, "__wrapped__", None)
+    known = next((handlers[name] for name in names if name in handlers), None)
+    with mock.patch.dict(handlers, {} if known is None else dict.fromkeys(names, known)):
+        yield

@@ -53,6 +53,7 @@ from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.missing_rules import (
     class_names_traced,
+    compile_traced,
     deques_bounded,
     in_place_traced,
     inference_mode_traced,
@@ -129,6 +130,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(methods_by_name())
+        stack.enter_context(compile_traced())
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())
