@@ -49,7 +49,7 @@ from cotrain_compile.runtime.emulated import in_dry_run
 from cotrain_compile.runtime.host.speculation import Gate
 from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
-from cotrain_compile.runtime.task_nodes import Offload, view_of
+from cotrain_compile.runtime.task_nodes import Offload, Prefetch, view_of
 
 
 class CompiledStep(PlannedStep):
@@ -115,6 +115,9 @@ class CompiledStep(PlannedStep):
         self._given = [(p, tier) for p, tier in enumerate(tiers) if not is_homed[p]]
         written = {name for op in problem.dataflow.ops for name in op.writes}
         self._written = [p for p, _ in self._homed if graph.inputs[p].name in written]
+        views = map(view_of, graph.nodes)
+        fetched = {view.source.name for view in views if isinstance(view, Prefetch)}
+        self._fetched = {item.name for item in graph.inputs if item.node in fetched}
         self._written_memory: Mapping[int, str] = {}  # where these are, with their names
         self._at: list[int] = []  # positions of the tensors among the homed
         self._left_at: list[int] = []  # where these were when they were last at home
@@ -298,7 +301,8 @@ class CompiledStep(PlannedStep):
     def bring_home(self, inputs: Sequence[Any]) -> None:
         """Move the step's parameters, states and buffers to where the plan has their homes."""
         tensors = [(p, tier) for p, tier in self._homed if isinstance(inputs[p], torch.Tensor)]
-        refuse_two_homes((self.graph.inputs[p].name, inputs[p], tier) for p, tier in tensors)
+        named = [(self.graph.inputs[p].name, inputs[p], tier) for p, tier in tensors]
+        refuse_two_homes(named, self._fetched, {self.graph.inputs[p].name for p in self._written})
         self._device.bring_home([(inputs[position], tier) for position, tier in tensors])
         self._at = [position for position, _ in tensors]
         self._left_at = self._addresses(inputs)

@@ -1,13 +1,14 @@
 """One home: tensors that share memory lie on one tier, whatever a plan made for them apart says.
 
 In: the tensors of a call, each with the tier of its home. Out: a refusal where tensors that were
-apart when the step was planned have become parts of one, and their homes are on both tiers: the
-memory can be on one alone, and the plan's figures would not be what the step takes.
+apart when the step was planned have become parts of one, and their homes are on both tiers, or one
+is fetched: the memory can be on one tier alone, is fetched as a whole, and the plan's figures would
+not be what the step takes. Those that share memory when a step is planned are written by none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -15,17 +16,29 @@ from cotrain_compile.errors import CaptureError
 from cotrain_compile.machine import Tier
 
 
-def refuse_two_homes(homed: Iterable[tuple[str, torch.Tensor, Tier]]) -> None:
-    """Raise `CaptureError` where tensors with homes on both tiers share memory; by their names."""
+def refuse_two_homes(
+    homed: Iterable[tuple[str, torch.Tensor, Tier]],
+    fetched: Collection[str] = (),
+    written: Collection[str] = (),
+) -> None:
+    """Raise `CaptureError` where tensors with homes on both tiers share memory; by their names.
+
+    And where one of those that do is `fetched` to the device, and one is `written`.
+    """
     first: dict[int, tuple[str, Tier]] = {}
     for name, tensor, tier in homed:
         other, its_tier = first.setdefault(tensor.untyped_storage()._cdata, (name, tier))
+        why, both = "", {name, other}
         if its_tier is not tier:
+            why = f"the home of one is on the {its_tier.value}, of the other on the {tier.value}"
+        elif len(both) > 1 and not both.isdisjoint(fetched) and not both.isdisjoint(written):
+            why = "they rest on the host, and either would be fetched with all of it"
+        if why:
             raise CaptureError(
                 f"{other} and {name} share memory, which they did not when the step was planned: "
-                f"the home of one is on the {its_tier.value}, of the other on the {tier.value}. "
-                "Give each its own (p.data = p.data.clone()), or call torch._dynamo.reset() to "
-                "have the step planned for tensors that share memory. Nothing was updated"
+                f"{why}. Give each its own (p.data = p.data.clone()), or call "
+                "torch._dynamo.reset() to have the step planned for tensors that share memory. "
+                "Nothing was updated"
             )
 
 
