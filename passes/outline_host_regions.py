@@ -6,7 +6,8 @@
 
 An update becomes a subgraph of its own. Its inputs are inputs of the step and the storages that the
 plan offloads. What else it needs is replayed inside: views, so that each storage crosses the link
-once, and what follows from hyper-parameters alone. It writes its parameter and states in place.
+once, and what follows from hyper-parameters alone, also where the plan offloads that: no update
+waits for it. It writes its parameter and states in place.
 An update on guesses shares the subgraph with the one that confirms it: None is what it guesses.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.extract.extract import buffer_names
+from cotrain_compile.extract.updates import from_hyperparameters
 from cotrain_compile.graph import StepGraph, graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by
 from cotrain_compile.plan import HostRegion, Plan
@@ -31,6 +33,8 @@ def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
     buffer_of = buffer_names(step)
     nodes = {node.name: node for node in step.nodes}
     offloaded = {task.buffer for task in plan.transfers if task.direction == "offload"}
+    if plan.host_regions:
+        offloaded.difference_update(buffer_of.get(n.name) for n in from_hyperparameters(step))
     speculations = {task.name: task for task in plan.speculations}
     for number, task in enumerate(plan.host_regions):
         members = [nodes[op] for op in task.ops]

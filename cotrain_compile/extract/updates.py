@@ -113,7 +113,7 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
         item = step.input_of_node[node.name]
         if item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
             inputs.setdefault(item.param or item.name, []).append(node)
-    derived = _from_hyperparameters(step)
+    derived = from_hyperparameters(step)
     place = {node: position for position, node in enumerate(step.module.graph.nodes)}
     groups = [
         _group(step, nodes, inputs.get(param, []), derived, draws, buffer_of, place)
@@ -280,7 +280,7 @@ def _like_a_gradient(
     return has_its_shape, is_computed, node not in draws.noise, int(value.numel())
 
 
-def _from_hyperparameters(step: StepGraph) -> set[fx.Node]:
+def from_hyperparameters(step: StepGraph) -> set[fx.Node]:
     """Nodes of the optimizer phase that no parameter, state, batch, gradient or draw reaches."""
     found: set[fx.Node] = set()
     for node in step.nodes:

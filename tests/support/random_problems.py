@@ -76,20 +76,28 @@ def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
 def unusual_problems(draw: st.DrawFn, most: int = 3) -> Problem:
     """As `problems`, of unusual steps."""
     dataflow, machine = draw(unusual_steps(most)), draw(machines())
-    free = formulate(dataflow, machine, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
-    least, everything = least_bytes(free), resident_bytes(free)
-    return with_budget(free, least + int(draw(st.floats(0, 1)) * max(0, everything - least)))
+    return _between(draw, *_of_ranks(draw, dataflow, machine))
 
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 3) -> Problem:
     """A problem whose budget is somewhere between the least feasible one and all that is used."""
     dataflow, machine = draw(training_steps(most)), draw(machines())
-    if draw(st.integers(0, 3)) == 0:  # of ranks that exchange their gradients
-        kind = draw(st.sampled_from(["all_reduce", "reduce_scatter_tensor"]))
-        dataflow = exchanging(dataflow, draw(st.integers(0, 4)), kind)
-        rate = draw(st.sampled_from([0.3, 1, 5, 21])) * GB_PER_S
-        machine = machine.but(network=Network(rate, draw(st.sampled_from([0.0, 1e-5]))))
+    return _between(draw, *_of_ranks(draw, dataflow, machine))
+
+
+def _of_ranks(draw: st.DrawFn, dataflow: Dataflow, machine: Machine) -> tuple[Dataflow, Machine]:
+    """One in four are steps of ranks that exchange their gradients."""
+    if draw(st.integers(0, 3)):
+        return dataflow, machine
+    kind = draw(st.sampled_from(["all_reduce", "reduce_scatter_tensor"]))
+    rate = draw(st.sampled_from([0.3, 1, 5, 21])) * GB_PER_S
+    network = Network(rate, draw(st.sampled_from([0.0, 1e-5])))
+    return exchanging(dataflow, draw(st.integers(0, 4)), kind), machine.but(network=network)
+
+
+def _between(draw: st.DrawFn, dataflow: Dataflow, machine: Machine) -> Problem:
+    """With a budget between the least feasible one and all that is used."""
     free = formulate(dataflow, machine, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
     least, everything = least_bytes(free), resident_bytes(free)
     return with_budget(free, least + int(draw(st.floats(0, 1)) * max(0, everything - least)))

@@ -331,8 +331,11 @@ class _Replay:
         last_use = {name: op for op in ops for name in op.touched}
         for op in ops:
             for name in op.touched:
-                copy = own.get(name) or self.sent.get(name) or self.homes.get(name)
                 is_known = name in self.known or name in region.guesses
+                sent = self.sent.get(name)
+                if sent and is_known and sent.writers.isdisjoint(region.after):
+                    sent = None  # another's: what it knows it makes itself
+                copy = own.get(name) or sent or self.homes.get(name)
                 if copy is None and is_known and name not in op.writes:
                     continue
                 if copy is None:

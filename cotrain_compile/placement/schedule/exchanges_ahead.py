@@ -77,6 +77,7 @@ def _shifts(placed: PlacedStep, staying: Collection[str]) -> Iterator[_Shift]:
     """What can be shifted of all but the exchanges that begin with `staying` ops."""
     moving = {name for entry in placed.moved for name in entry.ops}
     finder = _Finder(placed.program, placed.tasks, moving)
+    finder.anchors.update(entry.after for entry in placed.moved)  # what others are behind stays
     for number, slot in enumerate(finder.begun):
         stays = finder.ops[slot].name in staying
         early = finder.earlier(number, stays)

@@ -14,13 +14,16 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
+from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Lane, Transfer
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 from tests.support.exchanging import exchanging
+from tests.support.random_problems import PLENTY
 
 RANKS, NBYTES = 4, 400_000_000
 PRESET = find("rtx4090")
@@ -151,3 +154,17 @@ def test_what_nobody_has_begun_is_not_awaited() -> None:
     op = Op("wait", "wait", Phase.BACKWARD, (), (), awaits="begin")
     with pytest.raises(ValueError, match="awaits begin, which has begun no exchange"):
         Dataflow("none", (op,), ())
+
+
+@pytest.mark.parametrize("offloaded", range(5))
+def test_a_wait_that_a_moved_update_is_behind_stays_where_it_is(offloaded: int) -> None:
+    """Where a gradient leaves, its update begins behind the wait for another one."""
+    step = exchanging(chain(5, width=2048, batch=64), 1, "reduce_scatter_tensor")
+    placement = replace(
+        streamed(step), offloaded=(step.updates[offloaded].gradient,), early_updates=True
+    )
+    machine = find("rtx4090").but(network=Network(2e10))
+    problem = formulate(step, machine, dict.fromkeys(MEMORIES, PLENTY))
+    plan = schedule(problem, placement)
+    check(problem, plan)
+    assert len(plan.moved) == len(step.updates)
