@@ -31,6 +31,7 @@ from cotrain_compile.runtime.meter import MemoryMeter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Bundle, Launch, Runtime
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
+from cotrain_compile.runtime.storages import copied_of, part_of
 
 
 class Device(InFlight, Runtime, ABC):
@@ -144,7 +145,7 @@ class Device(InFlight, Runtime, ABC):
         if file is not None and source.is_contiguous():
             self._start_write(file, source.view(-1), launch)
             return
-        self._start_copy(LaneName.D2H, _part_of(destination, launch), source, launch)
+        self._start_copy(LaneName.D2H, part_of(destination, launch), source, launch)
 
     def use(self, drive: Drive) -> None:
         """Let `drive` have what rests on disk."""
@@ -158,7 +159,7 @@ class Device(InFlight, Runtime, ABC):
             made, row, shown = self._new_copy(Tier.DEVICE, source, launch)
             self._start_read(made.view(-1), file, row.dtype, launch)
             return shown
-        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, _part_of(source, launch), launch)
+        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, part_of(source, launch), launch)
 
     def prefetch_into(
         self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
@@ -327,7 +328,7 @@ class Device(InFlight, Runtime, ABC):
 
     def _store_afresh(self, drive: Drive, source: torch.Tensor, launch: Launch) -> torch.Tensor:
         """As `_copy_afresh`, of what rests on disk then."""
-        row = _copied(source, launch)
+        row = copied_of(source, launch)
         made = drive.destination(launch.task, row)
         self.meter.track(made, Tier.DISK, launch.task)
         file = file_of(made)
@@ -339,7 +340,7 @@ class Device(InFlight, Runtime, ABC):
         self, tier: Tier, source: torch.Tensor, launch: Launch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A new tensor, what of `source` is copied there, and what then shows the same of it."""
-        row = _copied(source, launch)
+        row = copied_of(source, launch)
         copied = self._allocate(tier, row, row.dtype)
         if self.counts_device or tier is Tier.HOST:
             self.meter.track(copied, tier, launch.task)
@@ -384,26 +385,6 @@ class Device(InFlight, Runtime, ABC):
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
         ours = [self._tasks[task] for task in launch.after if task != course.follows]
         return [*dict.fromkeys((*previous, *ours))]
-
-
-def _part_of(on_host: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The part of it that a copy is about, as one row; all of it where none is named."""
-    if not launch.part:
-        return on_host
-    begin, end = launch.part
-    return on_host.view(-1)[begin:end]
-
-
-def _copied(source: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """What a copy of `source` takes: itself where it has its memory alone, or else all of that."""
-    has_own = source.untyped_storage().nbytes() == source.nbytes
-    is_whole = source.is_contiguous() and (has_own or bool(launch.part))
-    return source if is_whole else whole_storage(source)
-
-
-def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage that `tensor` shows, as one row."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _nothing() -> None:

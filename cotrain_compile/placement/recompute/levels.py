@@ -27,6 +27,7 @@ from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.placement.recompute.closure import ForwardStretch, Need, closures
 from cotrain_compile.placement.recompute.recomputable import gathers, without_order
 from cotrain_compile.placement.recompute.regions import inside, regions_of, saved_bytes
+from cotrain_compile.placement.remembered import once
 
 MOST_LEVELS = 5
 
@@ -300,7 +301,8 @@ def _price(less: Level, more: Level) -> float:
     return max(spent_s / max(more.saved_bytes - less.saved_bytes, 1), _CHEAPEST)
 
 
-def gathered(dataflow: Dataflow) -> dict[str, Op]:
+@once
+def gathered(dataflow: Dataflow) -> Mapping[str, Op]:
     """What the backward reads and may be gathered again, each buffer with the op that does so."""
     ops = (dataflow.ops[dataflow.position[name]] for name in gathers(dataflow))
     found = {name: op for op in ops for name in without_order(dataflow, op.writes)}

@@ -199,24 +199,11 @@ class Attempts:
             return None
         space = self.step.with_levels(regions)
         solution = self.solver.solve(
-            space, self.problem.budgets, known_s=self._known_s(), never_loose=True
+            space, self.problem.budgets, known_s=self.known_s, never_loose=True
         )
         found = solution.decisions is not None
         self.solver.has_solutions = found or solution.status == NOT_BETTER
         return solution if self.solver.has_solutions else None
-
-    @property
-    def rounding(self) -> float:
-        """How many times its claim a relaxation takes when it is rounded, at best; 1 if unknown."""
-        drafts = self.found.drafts
-        return min(
-            (
-                drafts[name].step_s / each.claim_s
-                for each in self.variants
-                if each.claim_s and (name := "lp-round" + each.suffix) in drafts
-            ),
-            default=1.0,
-        )
 
     def relax(self, variant: Variant) -> bool:
         """Schedule the program's linear relaxation, rounded; returns whether that fits.
@@ -230,7 +217,7 @@ class Attempts:
             solution = self.solver.solve(
                 variant.space,
                 targets,
-                known_s=self._known_s(),
+                known_s=self.known_s,
                 never_loose=self.settings.recompute and self.solver.has_solutions,
             )
             variant.relaxed = variant.relaxed or solution
@@ -247,23 +234,13 @@ class Attempts:
             targets[missing.tier] -= 1.05 * missing.nbytes
         return name in self.found.drafts
 
-    def aim_lower(self, variant: Variant, share: float) -> None:
-        """The relaxation for a `share` of the device's memory, rounded, as a plan for all of it.
-
-        Rounded it may be better, though it claims more: what leaves is another set of tensors.
-        """
-        name, budgets = "lp-round" + variant.suffix, self.problem.budgets
-        targets = {**budgets, Tier.DEVICE: share * budgets[Tier.DEVICE]}
-        solution = self.solver.solve(variant.space, targets, known_s=self._known_s())
-        if solution.decisions is not None:
-            self.decide(name, variant, variant.space.placement(name, solution.decisions))
-
     def is_trusted(self, name: str, solution: Solution) -> bool:
         """Whether the plan that has come of a solution is about as fast as that claims."""
         found = self.found.drafts.get(name)
         return found is not None and found.step_s <= TRUST * solution.step_s
 
-    def _known_s(self) -> float:
+    @property
+    def known_s(self) -> float:
         """What the relaxation of a program has to be below. Of steps that overlap it says nothing.
 
         It has the price of what moves in it, and plans may be a little faster than it claims.

@@ -76,7 +76,7 @@ def climb_by_program(attempts: Attempts, levels: Levels, certified_s: float) -> 
     """
     claim_s, fastest = 0.0, attempts.found.fastest
     leads = fastest is not None and is_by_program(fastest.placement.policy)
-    rounding = max(NEAR, attempts.rounding)
+    rounding = max(NEAR, _rounding(attempts))
     if attempts.is_late or not attempts.is_slower_than(rounding * certified_s):
         return claim_s
     proposed = attempts.propose_levels(levels.regions)
@@ -112,11 +112,36 @@ def aim_lower(attempts: Attempts, certified_s: float) -> None:
     """
     for share in LESS:
         best = fastest_of(attempts.variants, attempts.found.fastest_s)
-        near_s = max(FAR, attempts.rounding) * max(best.claim_s, certified_s)
+        near_s = max(FAR, _rounding(attempts)) * max(best.claim_s, certified_s)
         is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
         if attempts.is_late or is_loose or not attempts.is_slower_than(near_s):
             return
-        attempts.aim_lower(best, share)
+        _relax_for_less(attempts, best, share)
+
+
+def _relax_for_less(attempts: Attempts, variant: Variant, share: float) -> None:
+    """The relaxation for a `share` of the device's memory, rounded, as a plan for all of it.
+
+    Rounded it may be better, though it claims more: what leaves is another set of tensors.
+    """
+    name, budgets = "lp-round" + variant.suffix, attempts.problem.budgets
+    targets = {**budgets, Tier.DEVICE: share * budgets[Tier.DEVICE]}
+    solution = attempts.solver.solve(variant.space, targets, known_s=attempts.known_s)
+    if solution.decisions is not None:
+        attempts.decide(name, variant, variant.space.placement(name, solution.decisions))
+
+
+def _rounding(attempts: Attempts) -> float:
+    """How many times its claim a relaxation takes when it is rounded, at best; 1 if unknown."""
+    drafts = attempts.found.drafts
+    return min(
+        (
+            drafts[name].step_s / each.claim_s
+            for each in attempts.variants
+            if each.claim_s and (name := "lp-round" + each.suffix) in drafts
+        ),
+        default=1.0,
+    )
 
 
 def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None:

@@ -21,6 +21,7 @@ from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.search.attempts import LATE, Attempts
+from cotrain_compile.placement.work import PER_OP_OF_MOVES
 from cotrain_compile.plan import Placement
 
 # What comes back early is in the way of gradients that wait for the network.
@@ -37,7 +38,8 @@ def share_gathers(attempts: Attempts) -> None:
     if fastest is None or fastest.placement.overlap_steps:
         return
     placement, problem = fastest.placement, attempts.problem
-    again = [name for name in gathered(problem.dataflow) if name in placement.recomputed]
+    alone = set(placement.recomputed).difference(placement.recomputed_apart)
+    again = [name for name in gathered(problem.dataflow) if name in alone]
     share, gain_s = balanced_share(problem, again)
     if gain_s < LITTLE * fastest.step_s:
         return
@@ -73,6 +75,7 @@ def _try_share(
         offloaded=(*placement.offloaded, *leaving),
     )
     problem = attempts.problem.under(kept)
+    attempts.meter.charge(PER_OP_OF_MOVES * len(problem.dataflow.ops))
     moves = moves_of(problem, kept)
     if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
         for tactics in TACTICS:

@@ -16,7 +16,7 @@ from cotrain_compile.capture.state.untouched import is_untouched_zero
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.cuda.card import StreamsOfCard
 from cotrain_compile.runtime.cuda.pinned import MAPPING_BYTES, PinnedPool
-from cotrain_compile.runtime.device import whole_storage
+from cotrain_compile.runtime.storages import whole_storage
 
 
 def bring_home(

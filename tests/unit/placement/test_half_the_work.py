@@ -10,6 +10,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.files import load
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.search import climb_levels
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Variant
@@ -63,7 +64,7 @@ def test_levels_are_proposed_where_rounding_leaves_them_a_chance(
 ) -> None:
     """What rounding has cost at the fastest level it costs at others, and there is the bound."""
     asked = list[object]()
-    monkeypatch.setattr(Attempts, "rounding", property(lambda _: rounding))
+    monkeypatch.setattr(climb_levels, "_rounding", lambda _: rounding)
     monkeypatch.setattr(Attempts, "propose_levels", lambda _, regions: asked.append(regions))
     step = load(Path("tests/problems/gpt.json"), Dataflow)
     free = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
