@@ -31,6 +31,7 @@ from cotrain_compile.dataflow import (
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.notes import job_of, masked_attention
 from cotrain_compile.extract.op_bytes import nbytes_of
+from cotrain_compile.extract.op_costs import scratch_name
 from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.updates import gradients_kept, update_groups
 from cotrain_compile.extract.works import Works
@@ -248,7 +249,7 @@ class _Reader(_Namer):
     def _scratch(self, node: fx.Node, nbytes: Any) -> Iterator[str]:
         """What a kernel takes while it runs, as a buffer that nobody else touches."""
         if nbytes is not None:
-            name = f"{node.name}.scratch"
+            name = scratch_name(node)
             size = _integer(self.nbytes_expressions, name, nbytes)
             self.buffers[name] = Buffer(name, size, Role.WORKSPACE)
             yield name

@@ -155,6 +155,11 @@ _FLOAT32_BYTES = 4
 _QUERY = 1  # behind the gradient of the result
 
 
+def scratch_name(node: fx.Node) -> str:
+    """What the buffer of the memory is called that an op takes beside its results."""
+    return f"{node.name}.scratch"
+
+
 def scratch_bytes(node: fx.Node) -> Any:
     """Bytes, a symbol where sizes are dynamic; None for a kernel that is not known to take any."""
     if op_name(target_of(node)).partition("::")[2] in _ADDING_UP:

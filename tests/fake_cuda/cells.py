@@ -27,6 +27,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes import run_passes
+from cotrain_compile.passes.split_ops import split_ops
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import Problem, formulate
@@ -34,6 +35,7 @@ from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -63,6 +65,7 @@ ATTENTION_OPS = {
 PACKAGED = {"flash package": "", "flash package, packed": "_varlen"}
 LLAMA_PACKAGED = "llama, flash_attention_2"
 AGAIN = "streamed, all made again"  # all values that can be, beside what `streamed` says
+IN_PARTS = "streamed, in parts"  # every region in two, beside what `streamed` says
 SHARE = 0.6  # of what the resident step needs, for "auto"
 
 
@@ -122,6 +125,7 @@ def run_cell(cell: Cell, step: StepGraph | Exception) -> Result:
         if cell.training in (*PACKAGED, LLAMA_PACKAGED):
             _look_at_package(dataflow, PACKAGED.get(cell.training, ""))
         plan = planned(dataflow, cell)
+        _look_at_parts(step, dataflow, plan)
         placed = run_passes(step, plan)
         host_kernels(placed, "fused")
         cut = segments_of(step, placed, dataflow)
@@ -196,6 +200,12 @@ def planned(dataflow: Dataflow, cell: Cell) -> Plan:
     # To look for what can be made again takes longest: it is done for one kernel of attention.
     again = cell.training != "matrix" or cell.attention == "efficient"
     settings = SolveSettings(policy=cell.policy, work_limit=2.0, recompute=again)
+    if cell.policy == IN_PARTS:
+        assert dataflow.regions, "nothing may run in parts"
+        splits = {region.name: 2 for region in dataflow.regions}
+        found = schedule(problem, replace(streamed(dataflow), splits=splits))
+        check(problem, found)
+        return found
     if cell.policy == AGAIN:
         names = tuple(sorted(recomputable(dataflow)))
         assert names, "nothing can be made again"
@@ -275,6 +285,15 @@ def _look_at_package(dataflow: Dataflow, kind: str) -> None:
     assert scratch.name in backward.writes
     elements = 2 * TOKENS * WIDTH
     assert scratch.nbytes == elements * 4 + 2 * elements * 2, scratch.nbytes
+
+
+def _look_at_parts(step: StepGraph, dataflow: Dataflow, plan: Plan) -> None:
+    """The graph in parts is, as data, what the data in parts is; also what a kernel takes aside."""
+    if plan.placement.splits:
+        found = extract(split_ops(step.copy(), plan).verify())
+        expected = split_regions(dataflow, plan.placement.splits)
+        assert [op for op in found.ops if op.writes] == [op for op in expected.ops if op.writes]
+        assert found.buffer == expected.buffer
 
 
 def _look_at_segments(segments: Any) -> None:

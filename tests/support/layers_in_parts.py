@@ -36,6 +36,46 @@ class Attention(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+def turned(each: Tensor) -> Tensor:
+    """As rotary embeddings turn halves of a head."""
+    one, other = each.chunk(2, -1)
+    return torch.cat([-other, one], -1)
+
+
+class FusedAttention(nn.Module):
+    """Attention by a fused kernel: of turned heads, which may share keys, from one product or 3."""
+
+    def __init__(
+        self,
+        groups: int = 1,
+        *,
+        one_product: bool = False,
+        masked: bool = False,
+        dropout: float = 0,
+    ) -> None:
+        super().__init__()
+        self.size, self.kept = WIDTH // HEADS, WIDTH // groups
+        sizes = [WIDTH + 2 * self.kept] if one_product else [WIDTH, self.kept, self.kept]
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.into = nn.ModuleList(nn.Linear(WIDTH, size) for size in sizes)
+        self.groups, self.masked, self.dropout = groups, masked, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        made = [into(normed) for into in self.into]
+        parts = made[0].split([WIDTH, self.kept, self.kept], -1) if len(made) == 1 else made
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        angles = torch.arange(TOKENS)[:, None] / torch.arange(1, self.size + 1)
+        q, k = (each * angles.cos() + turned(each) * angles.sin() for each in (q, k))
+        k, v = (each.repeat_interleave(self.groups, 1) for each in (k, v))
+        lengths = TOKENS - torch.arange(len(x))
+        mask = (torch.arange(TOKENS) < lengths[:, None])[:, None, None] if self.masked else None
+        done = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=not self.masked
+        )
+        return x + self.out(done.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
 class BatchedExperts(nn.Module):
     """Each expert takes as many tokens; its weights are one of a batch of matrices."""
 
@@ -163,9 +203,16 @@ class Layers:
 
 
 IMAGES = (6, 3, 16, 16)
+MORE = (6, TOKENS, WIDTH)
 LAYERS = {
     "attention": Layers(Attention, "attention", SEQUENCES * HEADS),
     "masked attention": Layers(lambda: Attention(masked=True), "attention", TOKENS),
+    "fused attention": Layers(FusedAttention, "attention", 6, MORE),
+    "fused attention of groups": Layers(lambda: FusedAttention(2), "attention", 6, MORE),
+    "fused attention of one product": Layers(
+        lambda: FusedAttention(2, one_product=True), "attention", 6, MORE
+    ),
+    "masked fused attention": Layers(lambda: FusedAttention(masked=True), "attention", 6, MORE),
     "batched experts": Layers(BatchedExperts, "experts", 8),
     "grouped experts": Layers(GroupedExperts, "experts", SEQUENCES * TOKENS, rtol=2e-2),
     "one-hot dispatch": Layers(DispatchedExperts, "dispatch", SEQUENCES * TOKENS, windows=4),
@@ -175,5 +222,6 @@ LAYERS = {
 # These cross what no part can do alone.
 WHOLE = {
     "dropout": Layers(lambda: Attention(dropout=0.1)),
+    "fused dropout": Layers(lambda: FusedAttention(dropout=0.1)),
     "batch norm": Layers(lambda: Stem(nn.BatchNorm2d(16)), shape=IMAGES),
 }

@@ -23,9 +23,13 @@ class CountedRows:
     """How many rows count for the loss, which no part knows: it is counted beforehand."""
 
 
-SUM, COUNTED = Sum(), CountedRows()
+class Own:
+    """Each part has its own in full, as the seed of a kernel, and no other op reads the whole."""
+
+
+SUM, COUNTED, OWN = Sum(), CountedRows(), Own()
 # Of one result, or of each of several.
-Result = Rows | Sum | CountedRows | None
+Result = Rows | Sum | CountedRows | Own | None
 
 
 @dataclass(frozen=True)

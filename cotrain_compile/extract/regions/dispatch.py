@@ -17,10 +17,10 @@ from torch import fx
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.regions.calls import PartCall, shape_of
-from cotrain_compile.extract.regions.grow import Grown, Starts, grow, leaves
+from cotrain_compile.extract.regions.grow import Grown, IsWide, Starts, grow, leaves
 from cotrain_compile.extract.regions.rows import Rows
 from cotrain_compile.extract.regions.rules import outcome_of
-from cotrain_compile.extract.regions.starts import NEAR, WIDE, elements, is_product
+from cotrain_compile.extract.regions.starts import NEAR, WIDE, elements, is_product, of_elements
 from cotrain_compile.graph import StepGraph
 
 # A mask has so many times what it is made of.
@@ -48,7 +48,7 @@ def around_mask(
     step: StepGraph, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], mask: fx.Node
 ) -> Grown | None:
     """What runs in parts of tokens with `mask`; None where nothing is sent by it."""
-    wide, none = WIDE * elements(mask), Grown(shape_of(mask)[0])
+    wide, none = of_elements(WIDE * elements(mask)), Grown(shape_of(mask)[0])
     ahead = [n for n in nodes[at[mask] : at[mask] + NEAR] if _is_forward(step, n)]
     grown = _next_window(ahead, {mask: Rows(0, 0)}, wide, none)
     if not any(map(is_product, grown.sums)):
@@ -56,7 +56,7 @@ def around_mask(
     grown = _with_readers(nodes, at, grown, wide, lambda node: _is_forward(step, node))
     forward = len(grown.windows)
     grown = _with_readers(nodes, at, grown, wide, lambda node: _is_backward(step, node))
-    wide_ones = (node for node in grown.rows if elements(node) >= wide)
+    wide_ones = (node for node in grown.rows if wide(node))
     if len(grown.windows) == forward or grown.unread or any(leaves(n, grown) for n in wide_ones):
         return None
     return grown
@@ -66,7 +66,7 @@ def _with_readers(
     nodes: Sequence[fx.Node],
     at: Mapping[fx.Node, int],
     grown: Grown,
-    wide: float,
+    wide: IsWide,
     is_among: Callable[[fx.Node], bool],
 ) -> Grown:
     """`grown` with a window for each place where nodes read what it has, behind its last op."""
@@ -84,7 +84,7 @@ def _with_readers(
         grown = found
 
 
-def _next_window(nodes: Sequence[fx.Node], starts: Starts, wide: float, before: Grown) -> Grown:
+def _next_window(nodes: Sequence[fx.Node], starts: Starts, wide: IsWide, before: Grown) -> Grown:
     """`before` with a window more, up to the first product that is a sum over all tokens.
 
     What follows from that runs whole; what comes behind it and does not, in the next window, so
@@ -98,11 +98,11 @@ def _next_window(nodes: Sequence[fx.Node], starts: Starts, wide: float, before: 
     return _next_window(nodes[: nodes.index(min(sums)) + 1], starts, wide, before)
 
 
-def _products_of_same_rows(nodes: Sequence[fx.Node], grown: Grown, wide: float) -> Starts:
+def _products_of_same_rows(nodes: Sequence[fx.Node], grown: Grown, wide: IsWide) -> Starts:
     """The products that make something wide of values whose rows parts need already."""
     found: dict[fx.Node, Rows] = {}
     for node in nodes:
-        if node in grown.rows or not is_product(node) or elements(node) < wide:
+        if node in grown.rows or not is_product(node) or not wide(node):
             continue
         own = {n: grown.needs[n] for n in node.all_input_nodes if n in grown.needs}
         outcome = outcome_of(PartCall(node, own, grown.length)) if own else None

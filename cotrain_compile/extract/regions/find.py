@@ -19,6 +19,8 @@ from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.dataflow.regions import Collected, Counted, Ends, Region, RegionOp, Window
 from cotrain_compile.extract.op_bytes import nbytes_of
+from cotrain_compile.extract.op_costs import scratch_name
+from cotrain_compile.extract.regions.attention import around_kernel, is_kernel, kernels
 from cotrain_compile.extract.regions.calls import shape_of
 from cotrain_compile.extract.regions.dispatch import around_mask, masks
 from cotrain_compile.extract.regions.grow import Grown, grow, leaves
@@ -29,12 +31,13 @@ from cotrain_compile.extract.regions.starts import (
     MATRIX_PRODUCTS,
     NEAR,
     WIDE,
+    as_wide_as,
     elements,
     is_product,
     kind_of,
+    of_elements,
     rows_of,
     taken_of,
-    wide_from,
     widens,
 )
 from cotrain_compile.graph import StepGraph
@@ -88,7 +91,7 @@ def _inner(
     """What runs in parts around products that make more than they read, and their backward.
 
     That of the widest product first: attention is one of its own, and none of the product before.
-    What sends tokens to experts is found before them all.
+    What sends tokens to experts is found before them all, and then fused kernels of attention.
     """
     at = {node: index for index, node in enumerate(nodes)}
     found = dict[int, tuple[str, Grown]]()
@@ -97,6 +100,11 @@ def _inner(
         if sent is not None and taken.isdisjoint(sent.ops):
             taken.update(sent.ops)
             found[at[mask]] = ("dispatch", sent)
+    for kernel in kernels(step):
+        fused = around_kernel(step, nodes, at, kernel)
+        if fused is not None and taken.isdisjoint({*fused.ops, *fused.ends}):
+            taken.update(fused.ops, fused.ends)
+            found[at[kernel]] = ("attention", fused)
     starts = [
         node
         for node in nodes
@@ -137,7 +145,7 @@ def _around(
     length: int,
 ) -> Grown | None:
     """What runs in `length` rows, or parts of them, with `product`, and what of its backward."""
-    wide = wide_from(product)
+    wide = as_wide_as(product)
     near = nodes[max(0, at[product] - NEAR) : at[product] + NEAR]
     ahead = [node for node in near if _is_forward(step, node)]
     forward = grow(ahead, {product: rows}, wide, Grown(length))
@@ -148,7 +156,7 @@ def _around(
     behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
-    wide_ones = (n for n in grown.rows if elements(n) >= wide and not _is_of_weight(n, grown))
+    wide_ones = (n for n in grown.rows if wide(n) and not _is_of_weight(n, grown))
     if not all(grown.windows) or grown.unread or any(leaves(n, grown) for n in wide_ones):
         return None
     return grown
@@ -161,7 +169,7 @@ def _is_of_weight(node: fx.Node, grown: Grown) -> bool:
 
 
 def _logits(step: StepGraph) -> Iterator[fx.Node]:
-    """The products of the forward that a likelihood is made of, each once."""
+    """The products of the forward that a likelihood is made of, each once, if they are wide."""
     seen = set[fx.Node]()
     for node in step.nodes:
         if node.target in _LIKELIHOODS and _is_forward(step, node):
@@ -170,7 +178,8 @@ def _logits(step: StepGraph) -> Iterator[fx.Node]:
                 source = max(source.all_input_nodes, key=elements, default=node.graph._root)
             if source.target in MATRIX_PRODUCTS and source not in seen:
                 seen.add(source)
-                yield source
+                if widens(source):
+                    yield source
 
 
 def _is_forward(step: StepGraph, node: fx.Node) -> bool:
@@ -181,10 +190,10 @@ def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown |
     """What runs in parts with the logits: of all tokens, or else of sequences."""
     behind = nodes[nodes.index(logits) + 1 :]
     for rows, length in rows_of(logits):
-        wide = WIDE * elements(logits)
+        wide = of_elements(WIDE * elements(logits))
         grown = grow([logits, *behind], {logits: rows}, wide, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
-        leaving = (n for n in grown.rows if leaves(n, grown) and elements(n) >= wide)
+        leaving = (n for n in grown.rows if leaves(n, grown) and wide(n))
         if has_backward and next(leaving, None) is None:
             return grown
     return None
@@ -204,11 +213,14 @@ def _told(
     step: StepGraph, name: str, kind: str, grown: Grown, buffer_of: Mapping[str, str]
 ) -> FoundRegion | None:
     """The region as data; None where what leaves it cannot be collected."""
-    if not _all_counted(grown) or _reads_across(grown):
+    if not _all_counted(grown) or _reads_across(grown) or any(leaves(n, grown) for n in grown.own):
         return None
     windows = [_window(step, window, kind, grown, buffer_of) for window in grown.windows]
     sliced = [buffer_of[n.name] for n in grown.rows]
     sliced += [f"{n.name}.{i}" for n, i in _rows_of_several(grown)]
+    sliced += [scratch_name(n) for n in grown.ops if is_kernel(n)]
+    if any(_is_left_as_a_view(node, grown) for node in grown.ops):
+        return None
     told = tuple(window for window in windows if window is not None)
     if len(told) < len(windows):
         return None
@@ -237,6 +249,12 @@ def _window(
         later,
         joined=kind == "loss",
     )
+
+
+def _is_left_as_a_view(node: fx.Node, grown: Grown) -> bool:
+    """Whether others read it, and it shows what is collected: it is made before there is room."""
+    inside = set(grown.ops)
+    return not _has_own_memory(node) and any(user not in inside for user in node.users)
 
 
 def _reads_across(grown: Grown) -> bool:

@@ -8,7 +8,7 @@ Of these stay what touches a wide value and what lies between.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from cotrain_compile.extract.regions.calls import (
     COUNTED,
     SUM,
     CountedRows,
+    Own,
     PartCall,
     PartResult,
     Result,
@@ -28,7 +29,7 @@ from cotrain_compile.extract.regions.calls import (
 )
 from cotrain_compile.extract.regions.rows import Rows, viewed_rows
 from cotrain_compile.extract.regions.rules import outcome_of
-from cotrain_compile.extract.regions.starts import elements, is_product
+from cotrain_compile.extract.regions.starts import is_product
 
 aten = torch.ops.aten
 # What these make hangs on the shape of their argument alone.
@@ -46,9 +47,9 @@ class Grown:
     """Ops that run in parts of `length` rows, in their order, by the place where they do.
 
     `rows` are where their values have them, `sums` the values that are shares of a sum, `counted`
-    those that no part knows, `needs` the rows of values from outside, `ends` those that say where
-    groups of rows end. `results` has what an op with several makes of each, `unread` what looks at
-    nothing but the shape of what follows from parts.
+    those that no part knows, `own` those that each has in full, `needs` the rows of values from
+    outside, `ends` those that say where groups of rows end. `results` has what an op with several
+    makes of each, `unread` what looks at nothing but the shape of what follows from parts.
     """
 
     length: int
@@ -56,6 +57,7 @@ class Grown:
     rows: dict[fx.Node, Rows] = field(default_factory=dict)
     sums: set[fx.Node] = field(default_factory=set)
     counted: set[fx.Node] = field(default_factory=set)
+    own: set[fx.Node] = field(default_factory=set)
     needs: dict[fx.Node, Rows] = field(default_factory=dict)
     ends: set[fx.Node] = field(default_factory=set)
     results: dict[fx.Node, Sequence[Result]] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Grown:
             dict(self.rows),
             set(self.sums),
             set(self.counted),
+            set(self.own),
             dict(self.needs),
             set(self.ends),
             dict(self.results),
@@ -86,9 +89,10 @@ class Grown:
 
 
 Starts = Mapping[fx.Node, Rows]
+IsWide = Callable[[fx.Node], bool]
 
 
-def grow(nodes: Sequence[fx.Node], starts: Starts, wide_from: float, before: Grown) -> Grown:
+def grow(nodes: Sequence[fx.Node], starts: Starts, is_wide: IsWide, before: Grown) -> Grown:
     """`before` with a window more, of `nodes` in their order.
 
     It begins at the products `starts`, whose results have these rows, and at what reads rows that
@@ -96,11 +100,11 @@ def grow(nodes: Sequence[fx.Node], starts: Starts, wide_from: float, before: Gro
     """
     among = frozenset(nodes)
     while True:
-        found = _Growing(starts, wide_from, before).run(nodes)
+        found = _Growing(starts, is_wide, before).run(nodes)
         more = {
             product: rows
             for node, needed in found.needs.items()
-            for product, rows in _made_by(node, needed, found.length, wide_from)
+            for product, rows in _made_by(node, needed, found.length, is_wide)
             if product in among and product not in starts
         }
         if not more:
@@ -109,10 +113,10 @@ def grow(nodes: Sequence[fx.Node], starts: Starts, wide_from: float, before: Gro
 
 
 def _made_by(
-    node: fx.Node, rows: Rows | None, length: int, wide_from: float
+    node: fx.Node, rows: Rows | None, length: int, is_wide: IsWide
 ) -> Iterator[tuple[fx.Node, Rows]]:
     """The product that makes a wide value from outside, with its rows."""
-    while rows is not None and elements(node) >= wide_from:
+    while rows is not None and is_wide(node):
         if is_product(node):
             yield node, rows
             return
@@ -123,13 +127,14 @@ def _made_by(
 
 
 class _Growing:
-    def __init__(self, starts: Starts, wide_from: float, before: Grown) -> None:
-        self.starts, self.wide_from = starts, wide_from
+    def __init__(self, starts: Starts, is_wide: IsWide, before: Grown) -> None:
+        self.starts, self.is_wide = starts, is_wide
         self.found = before.copy()
         self.own: list[fx.Node] = []
         # Values that may be read in parts.
-        self.open = {n: rows for n, rows in before.rows.items() if not _is_exit(n, wide_from)}
+        self.open = {n: rows for n, rows in before.rows.items() if not _is_exit(n, is_wide)}
         self.closed: set[fx.Node] = set()  # values that are there when all parts have run
+        self.leaving: set[fx.Node] = set()  # rows among these that others read, and sums of those
         self.behind: set[fx.Node] = set()  # what follows from the parts, and is none of them
 
     def run(self, nodes: Sequence[fx.Node]) -> Grown:
@@ -155,6 +160,8 @@ class _Growing:
 
     def _visit(self, node: fx.Node) -> None:
         given = node.all_input_nodes
+        if self._join(node):
+            return
         late = any(n in self.behind or n in self.closed for n in given)
         if node.target in LIKE and late:
             self.found.unread.add(node)
@@ -171,6 +178,19 @@ class _Growing:
                 self.behind.add(node)
             else:
                 self._take(node, outcome, outcome.needs)
+
+    def _join(self, node: fx.Node) -> bool:
+        """Add up what leaves, or what leads there: one value is then there when all have run."""
+        given = node.all_input_nodes
+        joins = node.target is aten.add.Tensor or node.target in _THROUGH or is_view(node)
+        if not (joins and given and self.leaving.issuperset(given)):
+            return False
+        rows = {n: self.found.rows[n] for n in given}
+        outcome = outcome_of(PartCall(node, rows, self.found.length))
+        if outcome is None or not isinstance(outcome.made, Rows):
+            return False
+        self._take(node, outcome, outcome.needs)
+        return True
 
     def _agrees(self, needs: Any) -> bool:
         own = self.found.needs
@@ -200,22 +220,29 @@ class _Growing:
             self.found.rows[node] = made
         elif isinstance(made, Sum):
             self.found.sums.add(node)
+        elif isinstance(made, Own):
+            self.found.own.add(node)
+            return
         assert not isinstance(made, CountedRows) and made is not None
-        if made is SUM or _is_exit(node, self.wide_from):
+        if made is SUM:
             self.closed.add(node)
+        elif _is_exit(node, self.is_wide) or self.leaving.issuperset(node.all_input_nodes):
+            self.closed.add(node)
+            self.leaving.add(node)
         else:
             self.open[node] = made  # type: ignore[assignment]
 
-    def _is_wide(self, node: fx.Node) -> bool:
-        return node in self.found.rows and elements(node) >= self.wide_from
+    def _is_wide_row(self, node: fx.Node) -> bool:
+        return node in self.found.rows and self.is_wide(node)
 
     def _keep(self) -> None:
         """Leave out what touches no wide value and is between none that do."""
         kept = set[fx.Node]()
         for node in reversed(self.own):
-            touches = any(map(self._is_wide, (node, *node.all_input_nodes)))
+            touches = any(map(self._is_wide_row, (node, *node.all_input_nodes)))
             item = node.target is operator.getitem
-            if (touches and not item) or any(user in kept for user in node.users):
+            joined = node in self.leaving and node.target is aten.add.Tensor
+            if (touches and not item) or joined or any(user in kept for user in node.users):
                 kept.add(node)
         kept |= {n for n in self.own if n.target is operator.getitem and n.args[0] in kept}
         lost = set(self.own) - kept
@@ -226,6 +253,7 @@ class _Growing:
             self.own = []
         found.counted -= uncounted
         found.sums -= lost
+        found.own -= lost
         for node in lost:
             found.rows.pop(node, None)
             found.results.pop(node, None)
@@ -235,9 +263,9 @@ class _Growing:
         found.ends &= read
 
 
-def _is_exit(node: fx.Node, wide_from: float) -> bool:
+def _is_exit(node: fx.Node, is_wide: IsWide) -> bool:
     """Whether it is a product with a narrow result, behind which parts end."""
-    return is_product(node) and elements(node) < wide_from
+    return is_product(node) and not is_wide(node)
 
 
 def leaves(node: fx.Node, grown: Grown) -> bool:

@@ -1,4 +1,4 @@
-"""Layer rules: how losses, norms, convolutions and products of groups treat rows."""
+"""Layer rules: how losses, norms, convolutions, attention and products of groups treat rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import fx
 
 from cotrain_compile.extract.regions.calls import (
     COUNTED,
+    OWN,
     SUM,
     PartCall,
     PartResult,
@@ -113,6 +114,34 @@ def _are(call: PartCall, tensors: Sequence[fx.Node], rows: Rows) -> bool:
     )
 
 
+# Attention: what a kernel does to one sequence looks at no other.
+
+
+def _attention(call: PartCall) -> PartResult | None:
+    """What is attended to, and what the backward is told of each row; the rest a part has alone."""
+    count = len(call.node.meta["val"])
+    return _sequences(call, "query", "key", "value", made=(SAMPLES, SAMPLES, *[OWN] * (count - 2)))
+
+
+def _attention_backward(call: PartCall) -> PartResult | None:
+    if any(call.node.meta["val"][3:]):  # the gradient of a mask that all may share
+        return None
+    grad = next(name for name in call.arguments if name.startswith("grad_out"))
+    names = grad, "query", "key", "value", "out", "logsumexp"
+    none = [None] * (len(call.node.meta["val"]) - 3)
+    return _sequences(call, *names, made=(SAMPLES, SAMPLES, SAMPLES, *none))
+
+
+def _sequences(call: PartCall, *names: str, made: tuple[Result, ...]) -> PartResult | None:
+    tensors = [call.argument(name) for name in names]
+    mask = call.argument("attn_mask") or call.argument("attn_bias")
+    if mask is not None and shape_of(mask)[0] > 1:
+        tensors.append(mask)
+    if not _are(call, tensors, SAMPLES):
+        return None
+    return PartResult(made, {node: SAMPLES for node in tensors if node not in call.rows})
+
+
 # Products of groups, which end where an argument says: experts with the tokens that they have.
 
 
@@ -149,6 +178,13 @@ def _grouped_fallback_backward(call: PartCall) -> PartResult | None:
     return PartResult((SAMPLES, SUM), needs, (call.argument("offs"),))
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+ATTENTION: Mapping[str, Rule] = {
+    f"aten::_scaled_dot_product_{kernel}": _attention for kernel in _KERNELS
+}
+ATTENTION_BACKWARD: Mapping[str, Rule] = {
+    f"aten::_scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _KERNELS
+}
 LAYER_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), _nll_loss),
     **dict.fromkeys(("aten::nll_loss_backward", "aten::nll_loss2d_backward"), _nll_loss_backward),
@@ -162,6 +198,8 @@ LAYER_RULES: Mapping[str, Rule] = {
     "aten::max_pool2d_with_indices_backward": _samples("grad_output", "self", "indices"),
     "aten::avg_pool2d": _samples("self"),
     "aten::avg_pool2d_backward": _samples("grad_output", "self"),
+    **ATTENTION,
+    **ATTENTION_BACKWARD,
     "aten::_grouped_mm": _grouped,
     # What transformers runs where torch's own grouped product cannot be compiled.
     "transformers::grouped_mm_fallback": _grouped_fallback,

@@ -134,6 +134,31 @@ def _pieces(call: PartCall) -> PartResult | None:
     return PartResult((rows,) * count) if dim not in rows.dims else None
 
 
+def _taken_apart(call: PartCall) -> PartResult | None:
+    """Of another dimension, which is gone: one of its pieces, or each of them."""
+    node, dim = call.argument("self"), call.argument("dim") or 0
+    rows, dim = call.rows[node], dim % len(shape_of(node))
+    if dim in rows.dims:
+        return None
+    made = rows.moved(-1) if dim < rows.first else rows
+    several = isinstance(call.node.meta["val"], list | tuple)
+    return PartResult((made,) * len(call.node.meta["val"]) if several else made)
+
+
+def _stack(call: PartCall) -> PartResult | None:
+    """Beside one another in a new dimension, each with its rows."""
+    tensors = call.node.all_input_nodes
+    found = {call.rows[node] for node in tensors if node in call.rows}
+    dim = (call.argument("dim") or 0) % len(call.shape)
+    if len(found) != 1:
+        return None
+    (rows,) = found
+    if rows.first < dim <= rows.last:
+        return None
+    needs = {node: rows for node in tensors if node not in call.rows}
+    return PartResult(rows.moved(1) if dim <= rows.first else rows, needs)
+
+
 def _same(call: PartCall) -> PartResult | None:
     return PartResult(call.rows[call.argument("self")])
 
@@ -294,7 +319,9 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("aten::ones_like", "aten::zeros_like", "aten::full_like"), _pointwise),
     **dict.fromkeys(("aten::slice", "aten::slice_backward"), _slice),
     **dict.fromkeys(("aten::split", "aten::split_with_sizes"), _pieces),
+    **dict.fromkeys(("aten::unbind", "aten::select"), _taken_apart),
     "aten::cat": _along("dim"),
+    "aten::stack": _stack,
     "aten::unsqueeze": _unsqueeze,
     "aten::squeeze": _squeeze,
     "aten::t": _permuted(_t),

@@ -6,7 +6,7 @@ result as rows: the first that gives enough of them is taken, else the one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -53,8 +53,8 @@ def widens(product: fx.Node) -> bool:
     return elements(product) >= _MORE * elements(source_of(product))
 
 
-def wide_from(product: fx.Node) -> float:
-    """How many elements make a value a wide one: nearly as many as the product that it begins with.
+def as_wide_as(product: fx.Node) -> Callable[[fx.Node], bool]:
+    """Which values are wide ones: of nearly as many elements as the product that it begins with.
 
     Or as one of the pieces that it is cut into, where these still are more than what it reads: a
     gate and what goes through it.
@@ -63,7 +63,14 @@ def wide_from(product: fx.Node) -> float:
     cut = [u for n in (product, *viewed) for u in n.users if u.target in _CUTS]
     pieces = [shape_of(node) for node in cut]
     least = min((prod(map(int, shape)) for shape in pieces), default=0)
-    return WIDE * (least if WIDE * least > elements(source_of(product)) else elements(product))
+    return of_elements(
+        WIDE * (least if WIDE * least > elements(source_of(product)) else elements(product))
+    )
+
+
+def of_elements(count: float) -> Callable[[fx.Node], bool]:
+    """Whether a value has as many."""
+    return lambda node: elements(node) >= count
 
 
 def elements(node: fx.Node) -> int:

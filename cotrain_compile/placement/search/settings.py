@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# What the bound may take, beside all that the search itself does.
+BOUND_SHARE = 0.3
+
 
 @dataclass(frozen=True)
 class SolveSettings:
@@ -21,7 +24,8 @@ class SolveSettings:
     code (None: if the machine's does) tasks are settled, as `bundles.settled` says.
     `micro_batch_order` is "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try
     both. With `split` it also tries regions of the step in parts. A plan of the same step in
-    another form takes `known_s`: only one that is faster is looked for.
+    another form takes `known_s`: only one that is faster is looked for. The bound may take
+    `bound_limit` units beside the search, else a share of its work.
     """
 
     policy: str = "auto"
@@ -38,3 +42,10 @@ class SolveSettings:
     micro_batch_order: str = "auto"
     split: bool = True
     known_s: float = math.inf
+    bound_limit: float | None = None
+
+    @property
+    def bound_units(self) -> float:
+        """What the bound may take of the solver's work."""
+        limit = self.bound_limit
+        return BOUND_SHARE * self.work_limit if limit is None else limit

@@ -63,8 +63,6 @@ from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# What the bound may take, beside all that the search itself does.
-BOUND_SHARE = 0.3
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
 
@@ -143,7 +141,7 @@ class _Search(Attempts):
         return certified_bound_s(
             replace(self.problem, speculates=settings.speculate),
             settings.solver,
-            work=Allowance(self.bound_meter, BOUND_SHARE * settings.work_limit),
+            work=Allowance(self.bound_meter, settings.bound_units),
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,

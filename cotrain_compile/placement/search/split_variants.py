@@ -3,10 +3,9 @@
 In: a Problem, settings, and how a step is planned. The step with whole ops comes first, with all of
 the work, as if nothing could run in parts: so that a plan with parts is never slower than one
 without. Where its plan moves anything and the device waits for it, or there is none, the step in
-parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
-beyond which little more memory is saved and no op takes much of the budget, and where none of these
-has a plan those that need least.
-One that is no faster than the whole when its first relaxation is rounded goes no further.
+parts is planned as a step of its own: in a few numbers of parts (`numbers_of_parts.py`), before
+those with layers in more (`finer.py`), and where none has a plan in those that need least. One that
+is no faster than the whole when its first relaxation is rounded goes no further.
 Where all fits nothing is split.
 """
 
@@ -14,38 +13,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.dataflow.regions import Region
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.casts import has_recasts
-from cotrain_compile.placement.placed import place_dataflow
-from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.remembered import remembered
+from cotrain_compile.placement.search.finer import finer
 from cotrain_compile.placement.search.from_whole import from_whole
-from cotrain_compile.placement.search.infeasible import floor_bytes, least_of
+from cotrain_compile.placement.search.infeasible import floor_bytes
+from cotrain_compile.placement.search.numbers_of_parts import (
+    Splits,
+    in_parts,
+    in_words,
+    needing_least,
+    needs_of,
+    worth_a_try,
+)
 from cotrain_compile.placement.search.orders import can_gain, reported_together
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 # How to plan a problem with so much work and plans of the same step for smaller budgets.
 Climb = Callable[[Problem, SolveSettings, Sequence[Plan]], Plan]
-Splits = Mapping[str, int]
-
-# Numbers of parts that are looked at.
-PARTS = (2, 4, 8, 16, 32, 64)
-# More parts are worth a try where they save so much of what the step needs as a whole: each adds
-# up all sums once more.
-SAVES = 0.05
-# An op in parts that touches no more of the budget leaves room for what is alive beside it.
-SMALL = 1 / 3
+# Of all work, for the parts that would do where layers in more parts look faster.
+COARSE_SHARE = 0.25
 
 
 def best_split(
@@ -73,19 +68,24 @@ def best_split(
                 return found[0]
         except PlacementError as refusal:
             refused.append(({}, refusal))
-    tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
+    tried = [*worth_a_try(problem), *(p.placement.splits for p in incumbents)]
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
+    more = finer(problem, candidates[-1], settings) if candidates else None
+    candidates = [*([more] if more else []), *candidates]
     for splits in _with_a_last_resort(problem, candidates, found):
         own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
-        parts = _in_parts(problem, splits)
+        parts = in_parts(problem, splits)
         own += [p for whole in found if (p := from_whole(parts, whole)) is not None]
         share = 1.0 / len(candidates)
+        if more:
+            share = 1.0 if splits is more else COARSE_SHARE / (len(candidates) - 1)
         left_s = settings.time_limit_s - (time.perf_counter() - began_s)
         within = replace(
             settings,
             work_limit=share * settings.work_limit,
             time_limit_s=max(share * settings.time_limit_s, left_s),
             known_s=min((plan.predicted.makespan_s for plan in found), default=math.inf),
+            bound_limit=settings.bound_units if more else None,
         )
         if _is_too_large(parts):
             unsaid.append((splits, partial(climb, parts, within, own)))
@@ -109,134 +109,10 @@ def _with_a_last_resort(
     """`candidates`, and where none has led to a plan the parts that need least, added to them."""
     yield from tuple(candidates)
     if not found:
-        smallest = _needing_least(problem)
+        smallest = needing_least(problem)
         if smallest and smallest not in candidates:
             candidates.append(smallest)
             yield smallest
-
-
-def _needing_least(problem: Problem) -> Splits:
-    """The parts of each kind of regions in which the largest op needs least."""
-    chosen: dict[str, int] = {}
-    least = floor_bytes(problem.dataflow)
-    for of_kind in _by_kind(problem.dataflow):
-        before = dict(chosen)
-        for parts in PARTS:
-            if any(region.length < parts for region in of_kind):
-                break
-            splits = {**before, **{region.name: parts for region in of_kind}}
-            needs = floor_bytes(split_regions(problem.dataflow, splits))
-            if needs < least:
-                chosen, least = splits, needs
-    return chosen
-
-
-def in_words(regions: Sequence[Region], splits: Splits) -> str:
-    """As in "loss in 16 parts"."""
-    kinds = {region.kind: splits[region.name] for region in regions if region.name in splits}
-    return " and ".join(f"{kind} in {parts} parts" for kind, parts in kinds.items())
-
-
-def _worth_a_try(problem: Problem) -> Iterator[Splits]:
-    """The fewest parts with which all fits, and those beyond which no memory is saved.
-
-    Kind after kind of regions, each beside what those before it are best in. What is too small to
-    set the peak is left whole.
-    """
-    chosen: dict[str, int] = {}
-    fits: Splits = {}
-    budget, whole = problem.budgets[Tier.DEVICE], _needs(problem.dataflow)
-    for of_kind in _by_kind(problem.dataflow):
-        if not _can_matter(problem.dataflow, of_kind, whole):
-            continue
-        needs: dict[int, tuple[int, int]] = {1: whole}
-        enough, largest = None, max(_touched(problem.dataflow, r) for r in of_kind)
-        for parts in PARTS:
-            names = {r.name: parts for r in of_kind}
-            if any(r.length < parts for r in of_kind):
-                break
-            needs[parts] = _needs(split_regions(problem.dataflow, {**chosen, **names}))
-            if needs[parts][0] <= budget and not fits:
-                fits = {**chosen, **names}
-            least = _least_in_parts(needs[parts // 2], needs[parts], parts)
-            small = largest / parts <= SMALL * budget
-            if enough is None and small and _is_near(needs[parts], least, whole):
-                enough = parts
-            if enough is not None and (fits or least[0] > budget):
-                break  # more parts save little, and do not make all fit
-        if max(needs) == 1:
-            continue
-        parts = enough or max(needs)
-        if all(n >= (1.0 - SAVES) * was for n, was in zip(needs[parts], whole, strict=True)):
-            continue
-        beside = {**chosen, **{r.name: parts for r in of_kind}}
-        if chosen and _least(problem, beside) > _least(problem, chosen):
-            continue  # sums that are there as long as all parts run take more than these save
-        chosen, whole = beside, needs[parts]
-    if fits:
-        yield fits
-    if chosen and chosen != fits:
-        yield chosen
-
-
-def _by_kind(dataflow: Dataflow) -> list[list[Region]]:
-    """Regions by their kind, that with the op that touches most first: it sets the peak longest."""
-    kinds = dict.fromkeys(region.kind for region in dataflow.regions)
-    found = [[r for r in dataflow.regions if r.kind == kind] for kind in kinds]
-    return sorted(found, key=lambda regions: -max(_touched(dataflow, r) for r in regions))
-
-
-def _can_matter(dataflow: Dataflow, regions: Sequence[Region], needs: Sequence[int]) -> bool:
-    """Whether parts of `regions` may save anything of the two that `needs` says.
-
-    One op of theirs touches as much as any, or all that a region has in parts is much of the peak.
-    """
-    at_once = max(
-        sum(dataflow.buffer[b].nbytes for b in region.sliced if b in dataflow.buffer)
-        for region in regions
-    )
-    largest = max(_touched(dataflow, region) for region in regions)
-    return at_once >= SAVES * needs[0] or largest > (1.0 - SAVES) * needs[1]
-
-
-def _touched(dataflow: Dataflow, region: Region) -> int:
-    """The most bytes that an op of a region reads and makes."""
-    ops = (dataflow.ops[dataflow.position[op.name]] for op in region.ops)
-    return max(sum(dataflow.buffer[b].nbytes for b in {*op.reads, *op.writes}) for op in ops)
-
-
-def _least_in_parts(half: Sequence[int], need: Sequence[int], parts: int) -> list[float]:
-    """What is needed in most parts: each part needs its share of what is divided.
-
-    As far as the step in `half` as many parts tells.
-    """
-    left = 1.0 - parts / PARTS[-1]
-    return [now - left * max(0, before - now) for before, now in zip(half, need, strict=True)]
-
-
-def _is_near(need: Sequence[int], least: Sequence[float], whole: Sequence[int]) -> bool:
-    return all(n <= most + SAVES * was for n, most, was in zip(need, least, whole, strict=True))
-
-
-def _needs(dataflow: Dataflow) -> tuple[int, int]:
-    """Bytes of the device where nothing moves, and where all does that can."""
-    placed = place_dataflow(dataflow, resident(dataflow))
-    return max(placed.device_bytes), floor_bytes(dataflow)
-
-
-def _least(problem: Problem, splits: Splits) -> int:
-    """Bytes of the device that the step in parts needs with all that can be offloaded."""
-    return least_of(_in_parts(problem, splits)).nbytes
-
-
-def _in_parts(problem: Problem, splits: Splits) -> Problem:
-    """The problem of the step in parts, as a step of its own."""
-    return _as_its_own(problem, tuple(splits.items()))
-
-
-@remembered
-def _as_its_own(problem: Problem, splits: tuple[tuple[str, int], ...]) -> Problem:
-    return problem.splitting(dict(splits)).as_its_own_step()
 
 
 def _with(plan: Plan, splits: Splits) -> Plan:
@@ -298,8 +174,8 @@ def _notes(problem: Problem, best: Plan, tried: Sequence[Splits]) -> Iterator[st
     """What the parts of the plan save and cost, and what its bound is about."""
     regions, splits = problem.dataflow.regions, best.placement.splits
     if splits:
-        parts = _in_parts(problem, splits)
-        needs = _needs(problem.dataflow), _needs(parts.dataflow)
+        parts = in_parts(problem, splits)
+        needs = needs_of(problem.dataflow), needs_of(parts.dataflow)
         saved = max(a - b for a, b in zip(*needs, strict=True))
         more_s = math.fsum(parts.costs.device_s[op.name] for op in parts.dataflow.ops)
         more_s -= math.fsum(problem.costs.device_s[op.name] for op in problem.dataflow.ops)

@@ -15,7 +15,14 @@ import pytest
 from tests.fake_cuda.library import compiler
 from tests.fake_cuda.processes import results_of
 
-POLICIES = ("resident", "zero-offload", "streamed", "auto", "streamed, all made again")
+POLICIES = (
+    "resident",
+    "zero-offload",
+    "streamed",
+    "auto",
+    "streamed, all made again",
+    "streamed, in parts",
+)
 MACHINES = ("rtx4090", "h100")
 STEPS = (
     "ViT with stochastic depth",
@@ -38,6 +45,7 @@ STEPS = (
 CELLS = tuple(itertools.product(STEPS, MACHINES, POLICIES))
 IN_EVERY_RUN = {
     ("a packed batch by its lengths", "h100", "streamed, all made again"),
+    ("U-Net with cross attention", "rtx4090", "streamed, in parts"),  # fused kernels, and MLPs
 }
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")

@@ -93,6 +93,7 @@ def test_all_that_a_plan_is_found_from_is_told_apart(problem: Problem) -> None:
         "recompute": False,
         "split": False,
         "known_s": 1.0,
+        "bound_limit": 1.0,
     }
     assert changed.keys() == {field.name for field in fields(SolveSettings)}
     digests = [digest_of(other, SETTINGS) for other in (problem, *others)]

@@ -19,7 +19,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
-from cotrain_compile.placement.search import split_variants
+from cotrain_compile.placement.search import numbers_of_parts
 from cotrain_compile.placement.search.from_whole import from_whole
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -130,7 +130,7 @@ def test_what_parts_need_is_looked_for_without_their_costs(monkeypatch: pytest.M
     rated = list[Dataflow]()
     problem = problem_of(0.45)
     monkeypatch.setattr("cotrain_compile.placement.problem.roofline", rated.append)
-    assert [*split_variants._worth_a_try(problem)]
+    assert [*numbers_of_parts.worth_a_try(problem)]
     assert not rated
 
 
@@ -157,7 +157,7 @@ def test_no_op_in_parts_is_to_take_much_of_a_small_budget(share: float) -> None:
         sum(problem.dataflow.buffer[name].nbytes for name in {*op.reads, *op.writes})
         for op in problem.dataflow.ops
     )
-    *_, splits = split_variants._worth_a_try(problem)
+    *_, splits = numbers_of_parts.worth_a_try(problem)
     parts = splits[region.name]
     assert parts == region.length or whole <= parts * problem.budgets[Tier.DEVICE] / 3
 
@@ -202,12 +202,12 @@ def test_the_fastest_of_all_small_plans_lies_between_bound_and_plan() -> None:
 def test_where_few_parts_have_no_plan_those_that_need_least_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_variants, "SAVES", 1.0)  # never worth a try
+    monkeypatch.setattr(numbers_of_parts, "SAVES", 1.0)  # never worth a try
     free = problem_of(1.0)
     (region,) = free.dataflow.regions
     needs = {
         parts: floor_bytes(free.splitting({region.name: parts}).dataflow)
-        for parts in split_variants.PARTS
+        for parts in numbers_of_parts.PARTS
         if parts <= region.length
     }
     smallest = min(needs, key=needs.__getitem__)
