@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 SEQUENCES, TOKENS, WIDTH, HEADS = 3, 40, 16, 4
 
@@ -158,6 +159,18 @@ class FusedGates(nn.Module):
         return self.down(F.silu(gate) * value)  # type: ignore[no-any-return]
 
 
+class Checkpointed(nn.Module):
+    """A layer whose values are made again in the backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.layer, self.first(x), use_reentrant=False)
+        return made
+
+
 class Stem(nn.Module):
     """Convolutions on images with a norm between them, and the mean of each channel."""
 
@@ -180,7 +193,7 @@ class Layers:
     rows: int = 0
     shape: tuple[int, ...] = (SEQUENCES, TOKENS, WIDTH)
     rtol: float = 1e-4
-    windows: int = 2  # forward and backward
+    windows: tuple[int, ...] = (2,)  # of each region: forward and backward
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(5)
@@ -215,8 +228,15 @@ LAYERS = {
     "masked fused attention": Layers(lambda: FusedAttention(masked=True), "attention", 6, MORE),
     "batched experts": Layers(BatchedExperts, "experts", 8),
     "grouped experts": Layers(GroupedExperts, "experts", SEQUENCES * TOKENS, rtol=2e-2),
-    "one-hot dispatch": Layers(DispatchedExperts, "dispatch", SEQUENCES * TOKENS, windows=4),
+    "one-hot dispatch": Layers(DispatchedExperts, "dispatch", SEQUENCES * TOKENS, windows=(4,)),
     "fused gates": Layers(FusedGates, "mlp", SEQUENCES * TOKENS),
+    # A forward of which nothing is kept, and one in the backward.
+    "checkpointed attention": Layers(
+        lambda: Checkpointed(FusedAttention(2)), "attention", 6, MORE, windows=(1, 2)
+    ),
+    "checkpointed gates": Layers(
+        lambda: Checkpointed(FusedGates()), "mlp", SEQUENCES * TOKENS, windows=(1, 1)
+    ),
     "group norm": Layers(lambda: Stem(nn.GroupNorm(4, 16)), "convolution", 6, IMAGES),
 }
 # These cross what no part can do alone.

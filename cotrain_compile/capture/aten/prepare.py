@@ -5,6 +5,7 @@ Each takes the graph in place. `PREPARATIONS` is their order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -133,7 +134,22 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
         graph.eliminate_dead_code()
 
 
+def take_items_at_once(graph: fx.Graph) -> None:
+    """Move each item of a tuple right behind what makes that.
+
+    What a checkpoint makes again is taken from where the backward asks for it, and the kernel could
+    not run in parts while its items are elsewhere.
+    """
+    for item in graph.find_nodes(op="call_function", target=operator.getitem):
+        last = item.args[0]
+        while last.next.target is operator.getitem and last.next.args[0] is item.args[0]:
+            last = last.next
+        if last < item:
+            last.append(item)
+
+
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
+    take_items_at_once,
     give_zeros_memory,
     take_shapes_alone,
     drop_redundant_copies,

@@ -15,19 +15,18 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from cotrain_compile.capture.nodes.storages import is_view
-from cotrain_compile.dataflow import Phase
 from cotrain_compile.extract.regions.calls import shape_of
 from cotrain_compile.extract.regions.grow import Grown, grow, leaves
+from cotrain_compile.extract.regions.halves import Halves
 from cotrain_compile.extract.regions.layer_rules import ATTENTION, ATTENTION_BACKWARD
 from cotrain_compile.extract.regions.rows import Rows, rows_from
 from cotrain_compile.extract.regions.starts import MATRIX_PRODUCTS, NEAR, elements
 from cotrain_compile.graph import StepGraph
 
 
-def kernels(step: StepGraph) -> list[fx.Node]:
-    """The calls of a fused kernel in the forward."""
-    return [node for node in step.nodes if _calls(node, ATTENTION) and _is_forward(step, node)]
+def kernels(step: StepGraph, halves: Halves) -> list[fx.Node]:
+    """The calls of a fused kernel in a forward."""
+    return [node for node in step.nodes if _calls(node, ATTENTION) and halves.is_forward(node)]
 
 
 def is_kernel(node: fx.Node) -> bool:
@@ -36,29 +35,31 @@ def is_kernel(node: fx.Node) -> bool:
 
 
 def around_kernel(
-    step: StepGraph, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], kernel: fx.Node
+    halves: Halves, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], kernel: fx.Node
 ) -> Grown | None:
-    """What runs in parts of sequences with `kernel`; None where that cannot, or has no backward."""
+    """What runs in parts of sequences with `kernel`, and with its backward where it has one."""
     length = int(shape_of(kernel)[0])
     ahead = _from_products(nodes[max(0, at[kernel] - NEAR) : at[kernel]], kernel)
     products = [node for node in ahead if node.target in MATRIX_PRODUCTS]
     starts = {node: rows for node in products if (rows := rows_from(shape_of(node), 0, length))}
     readers = {user for item in kernel.users for user in item.users}
     backward = [node for node in readers if _calls(node, ATTENTION_BACKWARD)]
-    if length < 2 or len(backward) != 1 or set(starts.values()) != {Rows(0, 0)}:
+    if length < 2 or len(backward) > 1 or set(starts.values()) != {Rows(0, 0)}:
         return None
-    behind = _up_to_products(backward[0], min(filter(None, map(elements, ahead))))
-    inner = {*ahead, *behind}
+    least = min(filter(None, map(elements, ahead)))
+    behind = _up_to_products(backward[0], least) if backward else []
+    is_wide = {*ahead, *behind}.__contains__
 
     until = at[kernel] + 1 + len(kernel.users)
-    forward = [n for n in nodes[at[products[0]] : until] if _is_forward(step, n)]
-    grown = grow(forward, starts, inner.__contains__, Grown(length))
-    until = max(at[node] for node in behind) + NEAR
-    back = [n for n in nodes[at[backward[0]] : until] if _is_backward(step, n)]
-    grown = grow(back, {}, inner.__contains__, grown)
-    if kernel not in grown.windows[0] or backward[0] not in grown.windows[1] or grown.unread:
+    forward = halves.beside(kernel, nodes[at[products[0]] : until])
+    grown = grow(forward, starts, is_wide, Grown(length))
+    if backward:
+        until = max(at[node] for node in behind) + NEAR
+        back = list(filter(halves.is_backward, nodes[at[backward[0]] : until]))
+        grown = grow(back, {}, is_wide, grown)
+    if not {kernel, *backward} <= set(grown.ops) or grown.unread:
         return None
-    return None if any(leaves(n, grown) for n in grown.rows if n in inner) else grown
+    return None if any(leaves(node, grown) for node in filter(is_wide, grown.rows)) else grown
 
 
 def _from_products(nodes: Sequence[fx.Node], kernel: fx.Node) -> list[fx.Node]:
@@ -88,11 +89,3 @@ def _up_to_products(kernel: fx.Node, least: int) -> list[fx.Node]:
 
 def _calls(node: fx.Node, names: Mapping[str, object]) -> bool:
     return getattr(getattr(node.target, "_schema", None), "name", "") in names
-
-
-def _is_forward(step: StepGraph, node: fx.Node) -> bool:
-    return step.phases.get(node.name, Phase.FORWARD) is Phase.FORWARD
-
-
-def _is_backward(step: StepGraph, node: fx.Node) -> bool:
-    return step.phases.get(node.name) is Phase.BACKWARD or is_view(node)

@@ -24,6 +24,7 @@ from cotrain_compile.extract.regions.attention import around_kernel, is_kernel, 
 from cotrain_compile.extract.regions.calls import shape_of
 from cotrain_compile.extract.regions.dispatch import around_mask, masks
 from cotrain_compile.extract.regions.grow import Grown, grow, leaves
+from cotrain_compile.extract.regions.halves import Halves
 from cotrain_compile.extract.regions.rows import Rows
 from cotrain_compile.extract.regions.starts import (
     ENOUGH,
@@ -100,18 +101,19 @@ def _inner(
         if sent is not None and taken.isdisjoint(sent.ops):
             taken.update(sent.ops)
             found[at[mask]] = ("dispatch", sent)
-    for kernel in kernels(step):
-        fused = around_kernel(step, nodes, at, kernel)
+    halves = Halves(step)
+    for kernel in kernels(step, halves):
+        fused = around_kernel(halves, nodes, at, kernel)
         if fused is not None and taken.isdisjoint({*fused.ops, *fused.ends}):
             taken.update(fused.ops, fused.ends)
             found[at[kernel]] = ("attention", fused)
     starts = [
         node
         for node in nodes
-        if is_product(node) and node not in taken and _is_forward(step, node) and widens(node)
+        if is_product(node) and node not in taken and halves.is_forward(node) and widens(node)
     ]
     for node in sorted(starts, key=lambda node: -elements(node)):
-        grown = _in_most_rows(step, nodes, at, node, taken) if node not in taken else None
+        grown = _in_most_rows(halves, nodes, at, node, taken) if node not in taken else None
         if grown is not None:
             taken.update(grown.ops, grown.ends)
             found[at[node]] = (kind_of(node), grown)
@@ -119,7 +121,7 @@ def _inner(
 
 
 def _in_most_rows(
-    step: StepGraph,
+    halves: Halves,
     nodes: Sequence[fx.Node],
     at: Mapping[fx.Node, int],
     product: fx.Node,
@@ -128,7 +130,7 @@ def _in_most_rows(
     """The first way to run in parts with `product` that has enough rows, else that with most."""
     most: Grown | None = None
     for rows, length in rows_of(product):
-        grown = _around(step, nodes, at, product, rows, length)
+        grown = _around(halves, nodes, at, product, rows, length)
         if grown is not None and taken.isdisjoint({*grown.ops, *grown.ends}):
             most = grown if most is None or grown.length > most.length else most
             if length >= (ENOUGH if kind_of(product) != "experts" else FEW):
@@ -137,7 +139,7 @@ def _in_most_rows(
 
 
 def _around(
-    step: StepGraph,
+    halves: Halves,
     nodes: Sequence[fx.Node],
     at: Mapping[fx.Node, int],
     product: fx.Node,
@@ -147,15 +149,21 @@ def _around(
     """What runs in `length` rows, or parts of them, with `product`, and what of its backward."""
     wide = as_wide_as(product)
     near = nodes[max(0, at[product] - NEAR) : at[product] + NEAR]
-    ahead = [node for node in near if _is_forward(step, node)]
-    forward = grow(ahead, {product: rows}, wide, Grown(length))
-    read = [at[user] for node in forward.rows for user in node.users if user in at]
-    late = [place for place in read if not _is_forward(step, nodes[place])]
-    if not late or not forward.windows[0] or forward.sums or forward.counted:
+    ahead = halves.beside(product, near)
+    grown = grow(ahead, {product: rows}, wide, Grown(length))
+    if not grown.windows[0] or grown.sums or grown.counted:
         return None
-    behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
-    back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
-    grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
+    read = [at[user] for node in grown.rows for user in node.users if user in at]
+    late = [place for place in read if not halves.is_forward(nodes[place])]
+    if late:
+        behind = nodes[max(0, min(late) - NEAR) : max(late) + NEAR]
+        first = set(ahead)
+        back = [n for n in behind if halves.is_backward(n) and n not in first]
+        if product.name in halves.again:  # its backward begins before that has run
+            together = sorted((*ahead, *back), key=at.__getitem__)
+            grown = grow(together, {product: rows}, wide, Grown(length))
+        else:
+            grown = grow(back, {}, wide, grown)
     wide_ones = (n for n in grown.rows if wide(n) and not _is_of_weight(n, grown))
     if not all(grown.windows) or grown.unread or any(leaves(n, grown) for n in wide_ones):
         return None

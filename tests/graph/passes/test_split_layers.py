@@ -112,8 +112,9 @@ def with_memory(dataflow: Dataflow) -> list[Op]:
 @NAMES
 def test_a_layer_is_a_region_of_its_kind_over_all_its_rows(name: str) -> None:
     case = LAYERS[name]
-    (region,) = (each for each in captured(name)[1].regions if each.kind == case.kind)
-    assert (region.length, len(region.windows)) == (case.rows, case.windows)
+    regions = [each for each in captured(name)[1].regions if each.kind == case.kind]
+    assert tuple(len(region.windows) for region in regions) == case.windows
+    assert {region.length for region in regions} == {case.rows}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -182,4 +183,7 @@ def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compil
     of_code = parts_by_code(step.lowered)
     expected = [set(range(len(part_rows(r.length, 4)))) for r in captured(name)[1].regions]
     assert of_code
-    assert all(parts in expected for parts in of_code)
+    # The kernel's backward in a checkpoint has no module: what comes before the first part says in
+    # which segment it is, so that this one is compiled by itself.
+    first = [{0}, {1, 2}] if name == "checkpointed attention" else []
+    assert all(parts in [*expected, *first] for parts in of_code)
