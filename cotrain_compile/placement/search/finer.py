@@ -40,7 +40,7 @@ def finer(problem: Problem, splits: Splits, settings: SolveSettings) -> Splits |
         if not any(window.joined for window in region.windows)
         and bytes_in_parts(problem.dataflow, region) > SMALL * problem.budgets[Tier.DEVICE]
     ]
-    if not layers:
+    if not layers or not work.left:
         return None
     coarse = in_parts(problem, splits)
     found, best_s = None, TELLS * glimpse_s(coarse, settings, work)

@@ -70,7 +70,9 @@ def best_split(
             refused.append(({}, refusal))
     tried = [*worth_a_try(problem), *(p.placement.splits for p in incumbents)]
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
-    more = finer(problem, candidates[-1], settings) if candidates else None
+    left_s = max(0.0, settings.time_limit_s - (time.perf_counter() - began_s))
+    looking = replace(settings, time_limit_s=left_s)
+    more = finer(problem, candidates[-1], looking) if candidates else None
     candidates = [*([more] if more else []), *candidates]
     for splits in _with_a_last_resort(problem, candidates, found):
         own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]

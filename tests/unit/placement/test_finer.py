@@ -75,6 +75,12 @@ def test_nothing_is_looked_at_where_layers_are_small(monkeypatch: pytest.MonkeyP
     assert not looked_at
 
 
+def test_nothing_is_looked_at_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = seen(monkeypatch)
+    assert finer(problem_of(), {"loss": 4}, replace(SETTINGS, time_limit_s=0.0)) is None
+    assert not looked_at
+
+
 def test_where_the_device_computes_parts_gain_little(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of()
     device_s = sum(in_parts(problem, {"loss": 4}).costs.device_s.values())
