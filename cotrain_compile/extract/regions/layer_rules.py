@@ -124,8 +124,8 @@ def _attention(call: PartCall) -> PartResult | None:
 
 
 def _attention_backward(call: PartCall) -> PartResult | None:
-    if any(call.node.meta["val"][3:]):  # the gradient of a mask that all may share
-        return None
+    if any(value is not None for value in call.node.meta["val"][3:]):
+        return None  # the gradient of a mask, which all sequences may share
     grad = next(name for name in call.arguments if name.startswith("grad_out"))
     names = grad, "query", "key", "value", "out", "logsumexp"
     none = [None] * (len(call.node.meta["val"]) - 3)
