@@ -32,13 +32,9 @@ from cotrain_compile.dataflow.regions import (
 )
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
-from cotrain_compile.extract.regions.find import (
-    LIKELIHOOD_LOSSES,
-    FoundRegion,
-    find_regions,
-    in_memory,
-)
+from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.regions.rows import Rows, part_shape
+from cotrain_compile.extract.regions.told import LIKELIHOOD_LOSSES, FoundRegion, in_memory
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
 from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, GIVEN, base_of
