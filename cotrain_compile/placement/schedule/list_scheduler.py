@@ -186,18 +186,25 @@ class ListScheduler:
 
     def _run_ready_updates(self) -> None:
         """Run the updates whose states have arrived, or that need none."""
-        while self._has_arrived():
-            ready = [pending for pending in self._counted() if self._may_run(pending)]
-            if not ready:
-                return
-            self._run_update(min(ready, key=self._order))
+        while (pending := self._first_ready()) is not None:
+            self._run_update(pending)
             self.offloads.take_back()
 
-    def _has_arrived(self) -> bool:
-        """Whether there is an update whose states have arrived, or that needs none."""
-        if self._first_bare() is not None:
-            return True
-        return _first(self.arriving) is not None and self.arriving[0][0] <= self.clock.now_s
+    def _first_ready(self) -> Pending | None:
+        """What has just arrived first, so that it is sent home early; then what needs nothing."""
+        early: Heap = []
+        found = None
+        while found is None and _first(self.arriving) is not None:
+            if self.arriving[0][0] > self.clock.now_s:
+                break
+            early.append(heappop(self.arriving))
+            if self._may_run(early[-1][2]):
+                found = early[-1][2]
+        for entry in early:
+            heappush(self.arriving, entry)
+        if found is None and self._first_bare() is not None:
+            found = next((pending for pending in self.bare if self._may_run(pending)), None)
+        return found
 
     def _first_bare(self) -> Pending | None:
         while self.bare and self.bare[0].ran:
@@ -205,7 +212,7 @@ class ListScheduler:
         return self.bare[0] if self.bare else None
 
     def _first_there(self) -> Pending | None:
-        """The first by `_order` of those whose states are there or on their way, if any."""
+        """What has just arrived first, then what needs nothing, then what arrives next, if any."""
         bare = self._first_bare()
         arriving = _first(self.arriving)
         if arriving is not None and (bare is None or self.arriving[0][0] <= self.clock.now_s):
@@ -213,16 +220,9 @@ class ListScheduler:
         return bare
 
     def _may_run(self, pending: Pending) -> bool:
-        if not pending.is_next:
+        if not (pending.counted and pending.is_next) or pending.ran:
             return False
         return self._arrival_s(pending) <= self.clock.now_s and self._short_of(pending) <= 0
-
-    def _order(self, pending: Pending) -> tuple[int, float]:
-        """What has just arrived first, so that it is sent home early; then what needs nothing."""
-        arrival_s = self._arrival_s(pending)
-        if not pending.update.fetches:
-            return 1, 0.0
-        return (0 if arrival_s <= self.clock.now_s else 2), arrival_s
 
     def _arrival_s(self, pending: Pending) -> float:
         if pending.next_fetches:
