@@ -45,7 +45,7 @@ def case_of(name: str, checkpoints: bool) -> Case:
     return Case(make_model, case.make_batch, case.loss_of)
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     ("name", "checkpoints"),
     [pytest.param(*cell, marks=() if cell in IN_EVERY_RUN else pytest.mark.long) for cell in CELLS],

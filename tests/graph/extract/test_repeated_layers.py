@@ -22,7 +22,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))

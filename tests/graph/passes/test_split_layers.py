@@ -39,6 +39,14 @@ from tests.support.steps import compiling_with, cotrain
 
 STEPS = 5
 NAMES = pytest.mark.parametrize("name", LAYERS)
+# The others are of these kinds, and are the same regions of data and graph, and train as the whole.
+OF_EACH_KIND = (
+    *("attention", "masked fused attention", "checkpointed attention", "grouped experts"),
+    *("one-hot dispatch", "fused gates", "group norm"),
+)
+KINDS = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OF_EACH_KIND else pytest.mark.long) for n in LAYERS]
+)
 
 
 @functools.cache
@@ -123,7 +131,7 @@ def test_what_no_part_can_do_alone_is_no_region(name: str) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_the_graph_becomes_what_the_dataflow_becomes(name: str, parts: int) -> None:
     step, dataflow, _ = captured(name)
     _, plan = planned(name, parts)
@@ -153,7 +161,7 @@ def test_in_parts_it_trains_as_the_whole_and_the_peak_is_as_planned(name: str) -
         assert measured.peak_bytes[Tier.DEVICE] == planned_bytes
 
 
-@NAMES
+@KINDS
 def test_parts_are_no_further_from_float64_than_the_whole_but_for_a_quarter(name: str) -> None:
     case = LAYERS[name]
     model = case.model(torch.float64)
@@ -172,7 +180,7 @@ def test_parts_are_no_further_from_float64_than_the_whole_but_for_a_quarter(name
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-@NAMES
+@KINDS
 def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str, is_compiled: bool) -> None:
     as_it_is = mock.patch.object(lowering, "compile_graph", Interpreted)
     with nullcontext() if is_compiled else as_it_is:

@@ -153,7 +153,7 @@ def test_another_batch_shape_and_another_rate_start_when_the_tail_is_done(tmp_pa
         for batch in (large, small, large, small):
             training.step(*batch)
         training.optimizer.param_groups[0]["lr"] = 1e-3
-        for batch in (large, small, large):
+        for batch in (small, large):
             training.step(*batch)
         return training.tensors(), counters["stats"]["unique_graphs"]
 

@@ -45,7 +45,7 @@ STEPS = (
 CELLS = tuple(itertools.product(STEPS, MACHINES, POLICIES))
 IN_EVERY_RUN = {
     ("a packed batch by its lengths", "h100", "streamed, all made again"),
-    ("U-Net with cross attention", "rtx4090", "streamed, in parts"),  # fused kernels, and MLPs
+    ("ViT with stochastic depth", "rtx4090", "streamed, in parts"),  # fused kernels, and MLPs
 }
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
