@@ -101,7 +101,7 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
         problem = given.with_budget(Tier.DEVICE, budget_bytes)
         try:
             with stopwatch() as took:
-                plan = solve(problem, settings, space=cell.space)
+                plan = solve(problem, settings)
         except PlacementError as error:
             yield refused(cell, budget_bytes, took, str(error))
             continue

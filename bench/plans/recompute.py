@@ -192,7 +192,7 @@ def of_auto(
 
 def one_level_s(problem: Problem, settings: SolveSettings) -> float | None:
     """The fastest step with one whole level in all layers, by the relaxation rounded."""
-    levels, tried = Levels(problem), Attempts(problem, settings, lambda stage: None, None)
+    levels, tried = Levels(problem), Attempts(problem, settings, lambda stage: None)
     for number in range(1, levels.count + 1):
         tried.try_level(levels.variant(number))
     return None if tried.found.fastest is None else tried.found.fastest.step_s

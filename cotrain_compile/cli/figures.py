@@ -208,7 +208,6 @@ def _found(
     """From tight to roomy: what fits less memory is worth looking at with more."""
     from cotrain_compile.entry.choose_plan import solve_settings
     from cotrain_compile.placement.check.check import check
-    from cotrain_compile.placement.decisions.find_decisions import decision_space
     from cotrain_compile.placement.problem import formulate
     from cotrain_compile.placement.search.solve import solve
 
@@ -218,7 +217,6 @@ def _found(
     problem = formulate(
         dataflow, machine, first.budgets(machine), captured=captured, compiled=first.compiled
     )
-    space = decision_space(problem) if len(asked) > 1 else None
     tighter: list[Plan] = []
     for one in sorted(asked, key=lambda one: one.options.budgets(machine)[Tier.DEVICE]):
         own = replace(problem, budgets=one.options.budgets(machine))
@@ -227,7 +225,7 @@ def _found(
         settings = solve_settings(one.options, one.options.compiled)
         doing = partial(say, stage)
         try:
-            plan = solve(own, settings, progress=doing, incumbents=tuple(tighter), space=space)
+            plan = solve(own, settings, progress=doing, incumbents=tuple(tighter))
         except PlacementError as error:
             yield one, own, error
             continue

@@ -19,6 +19,7 @@ from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.exchanging import exchanging
 from tests.support.factories import KINDS, per_sample_step, with_factories
 from tests.support.nets import KIB, STEPS
+from tests.support.written_out import written_out
 
 PLENTY = 1 << 40
 GB_PER_S = 1e9
@@ -62,14 +63,18 @@ def training_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
 
 @st.composite
 def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
-    """Steps whose updates read what factory ops make, or whose forward makes gradients itself."""
+    """Steps whose updates read what factory ops make, or whose forward makes gradients itself.
+
+    Some have their updates written out.
+    """
     if draw(st.integers(0, 3)) == 0:
         unit = KIB * draw(st.sampled_from([16, 200, 1000]))
         return per_sample_step(draw(st.integers(1, most)), unit, draw(st.sampled_from([1, 4, 32])))
     dataflow = draw(training_steps(most))
     params = [group.param for group in dataflow.updates]
     kinds = {param: draw(st.sampled_from(KINDS)) for param in params}
-    return with_factories(dataflow, kinds, is_output=draw(st.booleans()))
+    made = with_factories(dataflow, kinds, is_output=draw(st.booleans()))
+    return written_out(made, in_pieces=draw(st.booleans())) if draw(st.booleans()) else made
 
 
 @st.composite

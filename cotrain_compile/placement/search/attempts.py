@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.milp.solvers import NOT_BETTER, Solution
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
@@ -51,6 +51,9 @@ REPAIRS = 3
 TRUST = 1.03
 # A relaxation that claims so much more than a plan takes leads to no faster one.
 AS_FAST = 1.005
+# A search whose plan is so much slower than another goes no further. In bundles, where that has its
+# moves, a plan is a little faster than its schedule.
+BEHIND = 1.02
 # So many times what the dearest schedule has taken is kept for the end: for the fastest plan in
 # other ways, and its timeline. All else may take whatever is left.
 FOLLOWING = 3
@@ -72,19 +75,19 @@ class Attempts:
         problem: Problem,
         settings: SolveSettings,
         progress: Progress,
-        space: DecisionSpace | None,
         work: Allowance | None = None,
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
         self.work = work or Allowance(Meter(settings.time_limit_s), settings.work_limit)
         self.meter = self.work.meter
-        self.step = Variant(problem, given=space, progress=progress, meter=self.meter)
+        self.step = Variant(problem, progress=progress, meter=self.meter)
         self.variants = [self.step]
         self.found = Found(problem, settings.overlap_steps, self.meter)
         self.solution: Solution | None = None
         self.rounds = 0
         self.draft_units = 0.0  # what the dearest schedule has taken
         self.covered_s = dict[str, float]()  # by name
+        self.uncovered_bytes = dict[str, int]()  # by name, what covers that do not fit lack
         self.covers: bool | None = None  # whether that was faster than the greedy for a level
         self.decided_greedily = set[tuple[str, tuple[Tactics, ...]]]()  # by name and tactics
         self.is_cut_short = False  # some program of a single step, for want of work
@@ -136,8 +139,9 @@ class Attempts:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what was known before is faster than all that is found."""
-        return self.settings.known_s < math.inf and self.is_within(1.0, self.settings.known_s)
+        """Whether what was known before is clearly faster than all that is found."""
+        known_s = self.settings.known_s
+        return known_s < math.inf and self.is_within(1.0 / BEHIND, known_s)
 
     def is_slower_than(self, seconds: float) -> bool:
         """Whether nothing so fast is found. Of steps that overlap a program knows little."""
@@ -328,13 +332,18 @@ class Attempts:
         self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
         kept = replace(self.step.least.placement, policy=name, recomputed=variant.recomputed)
         placement, moves = covered(problem, kept, problem.budgets[Tier.DEVICE])
-        if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
+        self.uncovered_bytes[name] = max(moves.slot_bytes) - problem.budgets[Tier.DEVICE]
+        if self.uncovered_bytes[name] <= 0:
             with suppress(PlacementError):
                 found = self.drafted(problem, placement, moves, LATE)
                 best_s = found.step_s
                 self.found.keep(name, found)
         self.covered_s[name] = best_s
         return best_s
+
+    def cover_rank(self, variant: Variant) -> tuple[float, int]:
+        """The seconds of a cover, and what it lacks: the less the better, if none fits."""
+        return self.try_cover(variant), max(0, self.uncovered_bytes["cover" + variant.suffix])
 
     def decide(
         self,

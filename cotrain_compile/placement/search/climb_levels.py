@@ -191,45 +191,47 @@ def _cut_replays(attempts: Attempts, levels: Levels, most: int) -> None:
     """The last level with the replays of layers in parts, in at most so many cuts.
 
     One value of each layer stays, of those made one behind the other the smallest; then those near
-    the best of these, as long as that is faster. Then another besides.
+    the best of these, as long as that is faster, or lacks less where none fits. Then another
+    besides.
     """
     if not levels.count:
         return
     chosen: tuple[Cut, ...] = ()
-    best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
-    while len(chosen) < most and (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
-        chosen, best_s = found
-        if not attempts.is_within(WITHIN_REACH, best_s):
+    best = attempts.cover_rank(attempts.known(levels.variant(levels.count)))
+    while len(chosen) < most and (found := _next_cut(attempts, levels, chosen, best)) is not None:
+        chosen, best = found
+        if not attempts.is_within(WITHIN_REACH, best[0]):
             break
 
 
 def _next_cut(
-    attempts: Attempts, levels: Levels, chosen: tuple[Cut, ...], best_s: float
-) -> tuple[tuple[Cut, ...], float] | None:
-    """`chosen` with one more cut and the seconds of that, None where none is faster."""
+    attempts: Attempts, levels: Levels, chosen: tuple[Cut, ...], before: tuple[float, int]
+) -> tuple[tuple[Cut, ...], tuple[float, int]] | None:
+    """`chosen` with one more cut and its rank, None where none is better than `before`."""
 
-    def try_one(cut: Cut) -> float:
+    def try_one(cut: Cut) -> tuple[float, int]:
         if attempts.is_late or cut in chosen:
-            return math.inf
-        return attempts.try_cover(attempts.known(levels.with_cuts(_in_order((*chosen, cut)))))
+            return before
+        return attempts.cover_rank(attempts.known(levels.with_cuts(_in_order((*chosen, cut)))))
 
-    cuts, found_s = levels.cuts, dict[Cut, float]()
+    cuts, found = levels.cuts, dict[Cut, tuple[float, int]]()
     of_each = -(-len(cuts) // STRETCHES)
     for first in range(0, len(cuts), of_each):
         cut = min(cuts[first : first + of_each], key=lambda cut: (cut.nbytes, cut.at))
-        found_s[cut] = try_one(cut)
-    while found_s:
-        best = min(found_s, key=found_s.__getitem__)
-        near = [c for c in cuts if c not in found_s and abs(c.at - best.at) <= NEARBY]
-        if found_s[best] == math.inf or not near:
+        found[cut] = try_one(cut)
+    while found:
+        best = min(found, key=found.__getitem__)
+        near = [c for c in cuts if c not in found and abs(c.at - best.at) <= NEARBY]
+        if found[best] >= before or not near:
             break
-        found_s |= {cut: try_one(cut) for cut in near}
-        if min(found_s, key=found_s.__getitem__) == best:
+        found |= {cut: try_one(cut) for cut in near}
+        if min(found, key=found.__getitem__) == best:
             break
-    if min(found_s.values(), default=math.inf) >= best_s:
+    better = [cut for cut in found if found[cut] < before]
+    if not better:
         return None
-    best = min(found_s, key=found_s.__getitem__)
-    return _in_order((*chosen, best)), found_s[best]
+    best = min(better, key=found.__getitem__)
+    return _in_order((*chosen, best)), found[best]
 
 
 def _in_order(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:

@@ -12,6 +12,7 @@ import math
 
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.fold_updates import with_updates_folded
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.numbers_of_parts import Splits, bytes_in_parts, in_parts
@@ -63,7 +64,8 @@ def finer(problem: Problem, splits: Splits, settings: SolveSettings) -> Splits |
 
 def glimpse_s(problem: Problem, settings: SolveSettings, work: Allowance) -> float:
     """Seconds of a cover that makes all layers again; infinity where that does not fit."""
-    attempts = Attempts(problem, settings, lambda stage: None, None, work)
+    problem = with_updates_folded(problem)
+    attempts = Attempts(problem, settings, lambda stage: None, work)
     levels = Levels(problem, work.meter)
     return min(map(attempts.try_cover, levels.uniform[-1:] or [attempts.step]))
 

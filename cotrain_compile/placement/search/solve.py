@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NoReturn
 
-from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
-from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.fold_updates import EXCESS, with_updates_folded
 from cotrain_compile.placement.milp.bound import OnThread, certified_bound_s
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
+from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.cast_variants import best_cast
 from cotrain_compile.placement.search.climb_levels import (
@@ -34,7 +34,7 @@ from cotrain_compile.placement.search.climb_levels import (
     follow_rules,
     follow_users,
 )
-from cotrain_compile.placement.search.found import hedged, sound
+from cotrain_compile.placement.search.finish import Finish, NothingFits
 from cotrain_compile.placement.search.improve import (
     cover_values,
     fetch_late,
@@ -74,22 +74,19 @@ def solve(
     *,
     progress: Progress | None = None,
     incumbents: Sequence[Plan] = (),
-    space: DecisionSpace | None = None,
 ) -> Plan:
     """The plan of `settings.policy` for `problem`.
 
     `incumbents` are plans of the same step for smaller budgets, by the same policy: where anything
-    has to move, what is returned is no slower than these.
-    A `space` of the same step on the same machine is used again. `progress` is told what is being
-    done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
+    has to move, what is returned is no slower than these. `progress` is told what is being done.
+    Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
     def in_order(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
         def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
-            own = space if ordered.dataflow is problem.dataflow else None
-            return _Search(ordered, within, told, own, work).run(own_plans)
+            return _planned(ordered, within, told, work, own_plans)
 
         return best_order(whole, within, plans, climb)
 
@@ -99,16 +96,41 @@ def solve(
     return best_split(problem, settings, incumbents, cast)
 
 
+def _planned(
+    problem: Problem,
+    settings: SolveSettings,
+    progress: Progress,
+    work: Allowance,
+    incumbents: Sequence[Plan],
+) -> Plan:
+    """The plan of a step in one form: found for it with its updates folded, where that has any."""
+    folds = settings.policy == "auto" and not (settings.speculate or settings.overlap_steps)
+    folded = with_updates_folded(problem) if folds else problem
+    if folded is problem:
+        return _Search(problem, settings, progress, work).run(incumbents)
+    first = _Search(folded, settings, progress, work, written=problem)
+    try:
+        return first.run(incumbents)
+    except NothingFits:
+        work = Allowance(work.meter, work.units, work.meter.spent)
+        return _Search(problem, settings, progress, work).run_behind(first, incumbents)
+
+
 class _Search(Attempts):
+    """A search; its problem may be that of the step that is `written` with its updates folded."""
+
     def __init__(
         self,
         problem: Problem,
         settings: SolveSettings,
         progress: Progress,
-        space: DecisionSpace | None,
         work: Allowance,
+        written: Problem | None = None,
     ) -> None:
-        super().__init__(problem, settings, progress, space, work)
+        super().__init__(problem, settings, progress, work)
+        self.written = written or problem
+        self.is_folded = written is not None
+        self.finish = Finish(self.written, settings, is_folded=self.is_folded)
         self.bound: OnThread[float] | None = None
         self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
@@ -136,10 +158,19 @@ class _Search(Attempts):
                 self._reuse(incumbents)
             return self._best()
 
+    def run_behind(self, folded: _Search, incumbents: Sequence[Plan]) -> Plan:
+        """The plan, or the refusal, of the step in which nothing fits with its updates folded."""
+        if self._least.nbytes > self.problem.budgets[Tier.DEVICE]:
+            self.was_late, self.solution = folded.ran_out, folded.solution
+            self._refuse()
+        return self.run(incumbents)
+
     def _certify(self) -> float:
-        settings = self.settings
+        settings, problem = self.settings, self.problem
+        if self.is_folded:  # with the bytes by which an update may need less
+            problem = problem.with_budget(Tier.DEVICE, problem.budgets[Tier.DEVICE] + EXCESS)
         return certified_bound_s(
-            replace(self.problem, speculates=settings.speculate),
+            replace(problem, speculates=settings.speculate),
             settings.solver,
             work=Allowance(self.bound_meter, settings.bound_units),
             seed=settings.seed,
@@ -281,6 +312,8 @@ class _Search(Attempts):
         return f"work_limit ({self.settings.work_limit:g})"
 
     def _refuse(self) -> NoReturn:
+        if self.is_folded:
+            raise NothingFits
         # Before the least is looked for, which has no time of the search's.
         limit = self.limit_in_words if self.ran_out else ""
         refuse(self.problem, self._least, self.failure, limit=limit)
@@ -310,7 +343,11 @@ class _Search(Attempts):
             recomputes = bool(placement.recomputed) and not settings.recompute
             if not fits or overlaps or recomputes:
                 continue
-            if not plan.speculations or self.problem.speculates:
+            if self.is_folded:
+                self.finish.given.append(plan)
+                with suppress(PlacementError):
+                    self.found.keep(placement.policy, draft(self.problem, placement))
+            elif not plan.speculations or self.problem.speculates:
                 self.found.keep_plan(plan)
             elif settings.speculate:  # hedged, so that it is to be fast without them
                 with suppress(PlacementError):
@@ -325,12 +362,12 @@ class _Search(Attempts):
             self._refuse()
         ran_out = self.ran_out
         self.progress("simulating the plan")
-        name, plan = self._fastest_sound()
+        name, plan = self.finish.fastest_of(self.found)
         self.progress("certifying the bound")
         bound_s = self.bound.result_by(self.meter.guard_s) if self.bound else 0.0
         settings = self.settings
         report = report_of(
-            self.problem,
+            self.written,
             plan,
             self.solution,
             solver=settings.solver,
@@ -345,7 +382,7 @@ class _Search(Attempts):
             ended=self._ended(plan, bound_s, ran_out),
         )
         asked, solver = settings.policy, settings.solver
-        notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
+        notes = notes_of(self.written, plan, name, self.solution, asked=asked, solver=solver)
         # What the clock has ended may be another plan the next time: that is said of any.
         if ran_out and (self.meter.guard_hit or report.gap > FAR - 1.0):
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
@@ -356,28 +393,6 @@ class _Search(Attempts):
         if plan.predicted.makespan_s <= (1.0 + self.settings.gap) * bound_s:
             return f"the plan is within {self.settings.gap:.1%} of the bound"
         return f"its {self.limit_in_words} was spent" if ran_out else "all was tried"
-
-    def _fastest_sound(self) -> tuple[str, Plan]:
-        """The fastest plan that passes the check, and the way that it was found.
-
-        What does not pass is dropped. Raises its `PlanError` where there is nothing else.
-        """
-        drafts = self.found.drafts
-        while True:
-            name = min(drafts, key=lambda name: drafts[name].step_s)
-            try:
-                return name, sound(self.problem, name, partial(self._finished, drafts[name]))
-            except PlanError:
-                self.found.drop(name)
-                if not drafts:
-                    raise
-
-    def _finished(self, found: Draft) -> Plan:
-        compiled = self.settings.compiled
-        plan = finished(self.problem, found, compiled=compiled)
-        if self.settings.speculate and self.settings.hedged:
-            return hedged(self.problem, plan, found, compiled=compiled)
-        return plan
 
 
 __all__ = ["SolveSettings", "solve"]

@@ -55,14 +55,13 @@ class Variant:
     """A step in which some values are made again.
 
     `problem` is of that step, `suffix` follows the name of a policy that is tried on it; both say
-    nothing of recomputation for the step as it is. A `given` space is used in place of a new one,
-    and `progress` told where that is looked for. `relaxed` is the solution of the program's linear
-    relaxation, None where nobody has looked. What is looked for is charged to the `meter`.
+    nothing of recomputation for the step as it is. `progress` is told what is looked for, which is
+    charged to the `meter`. `relaxed` is the solution of the program's linear relaxation, None where
+    nobody has looked.
     """
 
     problem: Problem
     suffix: str = ""
-    given: DecisionSpace | None = None
     progress: Callable[[str], None] = lambda stage: None
     relaxed: Solution | None = None
     meter: Meter = field(default_factory=Meter)
@@ -80,8 +79,6 @@ class Variant:
     @cached_property
     def space(self) -> DecisionSpace:
         """What can be decided; the budgets of this problem."""
-        if self.given is not None:
-            return replace(self.given, problem=self.problem)
         self.progress("looking for what can be decided")
         return self._counted(decision_space(self.problem))
 
@@ -324,12 +321,15 @@ class Levels:
     ) -> float | None:
         """The next level to try, beside the fastest in `found_s`; None when these are there.
 
-        Where nothing has fit so far, the one above all that were tried. Parts of the layers are
+        Where no level has fit so far, the one above all that were tried, then the one below: making
+        more again needs less memory, until what runs again at once is much. Parts of the layers are
         tried first on the side that promises more, in the light of what programs claim, `claim_s`.
         """
+        levels = [at for at in found_s if at]
+        if all(math.isinf(found_s[at]) for at in levels):
+            around = max(levels, default=0.0) + 1.0, min(levels, default=1.0) - 1.0
+            return next((at for at in around if 0 < at <= self._last), None)
         best = min(found_s, key=found_s.__getitem__)
-        if math.isinf(found_s[best]):
-            best = max(found_s)
         for part in PARTS:
             beside = [at for at in (best - part, best + part) if 0 < at <= self._last]
             fresh = [at for at in beside if at not in found_s]

@@ -161,7 +161,7 @@ def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -
     """Where something has to move as well: levels of regions alone, which gather once, are slow."""
     asked = problem.with_budget(Tier.DEVICE, int(0.8 * peak(gathering_again(problem))))
     settings, levels = SolveSettings(work_limit=LITTLE_WORK), Levels(asked)
-    tried = Attempts(asked, settings, lambda stage: None, None)
+    tried = Attempts(asked, settings, lambda stage: None)
     for number in range(1, levels.count + 1):
         tried.try_level(levels.variant(number))
     assert tried.found.fastest is not None
@@ -174,7 +174,7 @@ def test_over_a_slow_network_what_is_gathered_leaves_for_the_host(problem: Probl
     slow = formulate(problem.dataflow, find("8xh100 network=2GB"), PLENTY)
     again = gathering_again(slow)
     asked = slow.with_budget(Tier.DEVICE, int(1.1 * peak(again)))
-    tried = Attempts(asked, SolveSettings(), lambda stage: None, None)
+    tried = Attempts(asked, SolveSettings(), lambda stage: None)
     tried.found.keep("again", draft(asked, again.placement))
     share_gathers(tried)
     fastest = tried.found.fastest

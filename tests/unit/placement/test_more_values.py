@@ -65,7 +65,7 @@ def covered_attempts(dataflow: Dataflow, bytes_per_s: float) -> Attempts:
     """A search that has found a cover of the step as it is, in 9 MiB."""
     problem = formulate(dataflow, with_link(bytes_per_s), dict.fromkeys(MEMORIES, PLENTY))
     problem = problem.with_budget(Tier.DEVICE, 9 * MIB)
-    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
     attempts.try_cover(attempts.step)
     attempts.covers = True
     assert attempts.found.fastest is not None
@@ -148,7 +148,7 @@ def needed_later() -> Dataflow:
 def test_what_a_value_is_made_of_is_made_twice_where_it_is_in_the_way_between() -> None:
     problem = formulate(needed_later(), with_link(SLOW), dict.fromkeys(MEMORIES, PLENTY))
     attempts = Attempts(
-        problem.with_budget(Tier.DEVICE, 9 * MIB), SolveSettings(), lambda stage: None, None
+        problem.with_budget(Tier.DEVICE, 9 * MIB), SolveSettings(), lambda stage: None
     )
     attempts.try_cover(attempts.step)
     attempts.covers = True
@@ -181,7 +181,7 @@ def test_steps_that_differ_in_names_alone_are_scheduled_once(
     ops = (*whole.ops[:4], first, *between, replace(last, reads=("v", "h")))
     problem = formulate(replace(whole, ops=ops), with_link(SLOW), dict.fromkeys(MEMORIES, PLENTY))
     problem = problem.with_budget(Tier.DEVICE, 9 * MIB)
-    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
     attempts.try_cover(attempts.step)
     attempts.covers = True
     drafted, scheduled = attempts.drafted, list[Placement]()
@@ -232,7 +232,7 @@ def test_a_kind_of_value_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = load(Path("tests/problems/gpt.json"), Dataflow)
     budgets = {Tier.DEVICE: 245 * MIB, Tier.HOST: PLENTY}
     problem = formulate(step, find("h100"), budgets)
-    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
     attempts.try_cover(attempts.step)
     attempts.covers = True
     added: list[tuple[frozenset[str], frozenset[str]]] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.levels import Level, RegionLevels, StepLevel, spread
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.climb_levels import _cut_replays
+from cotrain_compile.placement.search.cuts import Cut
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels, Variant, promising
 from cotrain_compile.presets import find
@@ -90,6 +93,56 @@ def test_the_search_goes_on_in_halves_and_quarters_where_that_promises_most() ->
     assert tried(lambda at: found_s.get(at, 120.0), lambda at: 100.0)[4:] == [3.5, 2.5, 3.25]
 
 
+def test_where_no_level_fits_those_above_are_tried_and_then_those_below() -> None:
+    """Whatever the step as it is takes: what runs again at once may need more than it saves."""
+    ladder = Levels.__new__(Levels)
+    ladder.drop_above(5)
+    found, order = {0.0: 9.0, 3.0: math.inf}, list[float]()
+    while (at := ladder.next_to_best(found, {})) is not None:
+        order.append(at)
+        found[at] = math.inf
+    assert order == [4, 5, 2, 1]
+
+
+class Cutting:
+    """Attempts at a step whose replays have four cuts: none fits, but for those of `fits`."""
+
+    def __init__(self, lacks: Mapping[tuple[int, ...], int], fits: tuple[int, ...]) -> None:
+        self.lacks, self.fits = lacks, fits
+        self.is_late, self.count = False, 1
+        self.cuts = tuple(Cut(at, 1, frozenset({f"c{at}"})) for at in range(4))
+        self.tried: list[tuple[int, ...]] = []
+
+    def variant(self, number: int) -> tuple[int, ...]:
+        return ()
+
+    def with_cuts(self, cuts: Sequence[Cut]) -> tuple[int, ...]:
+        return tuple(cut.at for cut in cuts)
+
+    def known(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        return cuts
+
+    def is_within(self, factor: float, seconds: float) -> bool:
+        return True
+
+    def cover_rank(self, cuts: tuple[int, ...]) -> tuple[float, int]:
+        self.tried.append(cuts)
+        return (1.0, 0) if cuts == self.fits else (math.inf, self.lacks.get(cuts, 100))
+
+
+def test_a_second_cut_is_tried_beside_the_one_that_lacks_least_where_none_fits() -> None:
+    cutting = Cutting({(): 90, (2,): 50, (1, 2): 30}, fits=(2, 3))
+    _cut_replays(cutting, cutting, most=2)  # type: ignore[arg-type]
+    assert cutting.tried[-1] == (2, 3)
+    assert (0, 1) not in cutting.tried
+
+
+def test_no_second_cut_is_tried_where_none_lacks_less_than_the_whole() -> None:
+    cutting = Cutting({(): 90}, fits=(0, 1))
+    _cut_replays(cutting, cutting, most=2)  # type: ignore[arg-type]
+    assert max(map(len, cutting.tried)) == 1
+
+
 def test_regions_between_two_levels_make_up_for_each_other() -> None:
     """What a region saves less than asked, the next one saves more."""
 
@@ -163,7 +216,7 @@ def test_a_plan_may_have_layers_at_two_levels() -> None:
     # The program may choose others of the layers, which are alike.
     assert len(plan.placement.recomputed) == len(half.recomputed)
     assert not plan.tasks
-    asked = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    asked = Attempts(problem, SolveSettings(), lambda stage: None)
     proposed = asked.propose_levels(Levels(problem).regions)
     assert proposed is not None
     assert plan.predicted.makespan_s == pytest.approx(proposed.claim_s)
@@ -172,7 +225,7 @@ def test_a_plan_may_have_layers_at_two_levels() -> None:
 def test_a_level_that_makes_the_same_again_is_tried_once() -> None:
     """Beside what a program proposes lie levels that the search looks at again later."""
     problem = formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
-    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
     first, second = (Levels(problem).variant(1) for _ in range(2))
     for level in (first, second):
         attempts.try_level(level)

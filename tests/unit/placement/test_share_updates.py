@@ -11,11 +11,18 @@ import pytest
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.policies import coarse, fraction, resident, zero_offload
+from cotrain_compile.placement.policies import coarse, fraction, resident, streamed, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.share_updates import balanced_share, with_share_streamed
+from cotrain_compile.placement.schedule.schedule import draft, schedule
+from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.improve import share_updates
+from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.share_updates import (
+    balanced_share,
+    hosted_updates,
+    with_share_streamed,
+)
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
@@ -113,3 +120,21 @@ def test_what_holds_too_much_where_the_device_is_full_is_left_to_the_host() -> N
     fewer, moves = next(with_share_streamed(tight, placement, 1.0))
     assert list(fewer.updates.values()).count(UpdateMode.STREAMED) == LAYERS - 1
     assert max(moves.slot_bytes) < max(every.slot_bytes)
+
+
+def test_a_slower_plan_that_waits_for_the_host_is_the_fastest_with_its_share_streamed() -> None:
+    """While the fastest has no update on the host, so that it has no share to stream."""
+    step = chain(6, width=2048, batch=4096)
+    problem = formulate(step, find("gh200"), dict.fromkeys(MEMORIES, PLENTY))
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
+    for name, placement in {"streamed": streamed(step), "coarse": coarse(step)}.items():
+        attempts.found.keep(name, draft(problem, placement))
+    before = attempts.found.fastest
+    assert before is not None
+    assert not hosted_updates(problem, before.placement)
+    share_updates(attempts)
+    after = attempts.found.fastest
+    assert after is not None
+    assert after.step_s < before.step_s
+    assert after.placement.policy == "coarse"
+    assert UpdateMode.STREAMED in after.placement.updates.values()
