@@ -132,9 +132,10 @@ class _Folding:
         inside = self._inside(numbers), self._inside(elements)
         outside = {name for op in stretch for name in op.touched}.difference(*inside)
         missing = self._most_bytes(stretch) - self._nbytes(outside)
-        if missing < -EXCESS:
+        for_numbers = self._nbytes(inside[0])
+        if missing < for_numbers - EXCESS:
             return None
-        parts = (numbers, self._nbytes(inside[0])), (elements, max(0, missing))
+        parts = (numbers, for_numbers), (elements, max(0, missing))
         return [part for part in parts if part[0]]
 
     def _depends(self, numbers: Sequence[Op], elements: Sequence[Op]) -> bool:

@@ -100,10 +100,9 @@ class _Share(NamedTuple):
 
     @classmethod
     def of(cls, attempts: Attempts, found: Draft) -> _Share:
-        """The share of `found` that balances host and link."""
-        problem = attempts.problem.under(found.placement)
-        share = balanced_share(problem, found.placement)
-        return cls(share, share * hosted_s(problem, found.placement))
+        """The share of `found` that balances host and link, whatever that makes again."""
+        share = balanced_share(attempts.problem, found.placement)
+        return cls(share, share * hosted_s(attempts.problem, found.placement))
 
 
 def _share(attempts: Attempts, found: Draft, beside: bool) -> None:
