@@ -65,7 +65,8 @@ class Problem:
     memory (`analysis.held`). In it regions run in parts by `splits`, micro-batches in packs of
     `layers_per_pack`, each parameter is `cast_once`, the values `recomputed` are made again, some
     `apart`, and some updates go in `pieces`, all nothing in the problem of a step; else the step
-    itself is what is `written`.
+    itself is what is `written`. Of the parameters those `resting` are not decided about: they stay
+    on the device.
     """
 
     dataflow: Dataflow
@@ -83,6 +84,7 @@ class Problem:
     apart: tuple[str, ...] = ()
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
     cast_once: bool = False
+    resting: frozenset[str] = frozenset()
 
     @property
     def step(self) -> Dataflow:

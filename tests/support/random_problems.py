@@ -19,6 +19,7 @@ from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.exchanging import exchanging
 from tests.support.factories import KINDS, per_sample_step, with_factories
 from tests.support.nets import KIB, STEPS
+from tests.support.with_views import with_views
 from tests.support.written_out import written_out
 
 PLENTY = 1 << 40
@@ -65,7 +66,7 @@ def training_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
 def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
     """Steps whose updates read what factory ops make, or whose forward makes gradients itself.
 
-    Some have their updates written out.
+    Some have their updates written out, some have views wherever these may stand.
     """
     if draw(st.integers(0, 3)) == 0:
         unit = KIB * draw(st.sampled_from([16, 200, 1000]))
@@ -74,7 +75,14 @@ def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
     params = [group.param for group in dataflow.updates]
     kinds = {param: draw(st.sampled_from(KINDS)) for param in params}
     made = with_factories(dataflow, kinds, is_output=draw(st.booleans()))
-    return written_out(made, in_pieces=draw(st.booleans())) if draw(st.booleans()) else made
+    made = written_out(made, in_pieces=draw(st.booleans())) if draw(st.booleans()) else made
+    return with_views(made, draw(views())) if draw(st.booleans()) else made
+
+
+def views() -> st.SearchStrategy[list[tuple[int, tuple[int, ...]]]]:
+    """Before which op each view is, and of which buffers."""
+    buffers = st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)
+    return st.lists(st.tuples(st.integers(0, 99), buffers), max_size=12)
 
 
 @st.composite

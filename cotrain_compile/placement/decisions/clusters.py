@@ -48,7 +48,7 @@ class ParamCluster:
     update. On guesses the update may begin after bucket `guessed`, None where there is nothing to
     guess or nothing gained; to save its `second_bytes` takes `saving_s`. Of the states `disk_bytes`
     may rest on disk, of the parameters `disk_param_bytes`, of what lies in their `.grad`
-    `disk_kept_bytes`, none where nothing may.
+    `disk_kept_bytes`, none where nothing may. One that `rests` stays on the device.
     """
 
     params: tuple[str, ...]
@@ -86,6 +86,7 @@ class ParamCluster:
     disk_bytes: int = 0
     disk_param_bytes: int = 0
     disk_kept_bytes: int = 0
+    rests: bool = False
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,7 @@ class _Param:
     read_late: bool = False
     kept: KeptGradients = NO_GRADIENTS
     guessed: int | None = None
+    rests: bool = False
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -186,7 +187,7 @@ class _Param:
         read = (is_copy, self.read_late, *self.uses)
         kept = replace(self.kept, nbytes=0)
         update = (self.made, self.used, self.release, self.guessed)
-        return (*read, self.temporary, states, *update, kept)
+        return (*read, self.temporary, states, *update, kept, self.rests)
 
 
 def param_clusters(step: BucketedStep, pieces: int) -> tuple[ParamCluster, ...]:
@@ -234,6 +235,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
             guessed=alone if group.param in guessed and alone < release else None,
             read_late=limit < step.program.end,
             kept=_kept(step, group.param),
+            rests=group.param in step.problem.resting,
         )
 
 
@@ -330,6 +332,7 @@ def _cluster(
         disk_bytes=sum(_disk_bytes(step, group) for group in groups),
         disk_param_bytes=sum(_disk_param_bytes(step, p.name) for p in params),
         disk_kept_bytes=sum(_disk_kept_bytes(step, p.name) for p in params),
+        rests=first.rests,
     )
 
 

@@ -105,6 +105,8 @@ class Strategy:
         """Whether it can be chosen for `cluster`."""
         if self.fetches > cluster.most_fetches or cluster.updated is (self.mode is None):
             return False
+        if cluster.rests and self.mode is not UpdateMode.RESIDENT:
+            return False
         if self.mode is UpdateMode.STREAMED and not cluster.state_bytes:
             return False
         if self.guesses and cluster.guessed is None:

@@ -63,6 +63,8 @@ class _Finder:
         self.last_ops, self.written_early = last_ops(self.dataflow), written_early(self.dataflow)
         supporting = {name for needs in self.needs.values() for name in needs.support}
         self.program = without_ops(whole, supporting.union(*(g.ops for g in self.moving)))
+        position = self.dataflow.position
+        self.places = [position[op.name] for op in self.program.ops]  # in the order of the step
         seconds = problem.costs.device_s
         durations_s = map(seconds.__getitem__, self.program.slot)
         self.elapsed_s = list(accumulate(durations_s, initial=0.0))
@@ -78,7 +80,7 @@ class _Finder:
         # What moved updates read must stay until they run, however early the others are done.
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
-        ops, position = self.dataflow.ops, self.dataflow.position
+        ops = self.dataflow.ops
         moved_along = (ops[position[name]] for name in supporting - whole.left_out)
         self.shared |= {made for op in moved_along for made in op.writes}
         self.shared = self.shared.union(*(needs.made_before for needs in self.needs.values()))
@@ -391,8 +393,7 @@ class _Finder:
         Everything that uses the old parameter or states comes before it, and the making of all that
         it reads but for `guesses`.
         """
-        position, program = self.dataflow.position, self.program
-        write = self.last_ops[group.param]
+        program, places, write = self.program, self.places, self.last_ops[group.param]
         own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
         needs = self.needs.get(group.param)
         others = needs.made_before if needs is not None else ()
@@ -400,15 +401,14 @@ class _Finder:
         if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
             own, inputs = own | {group.gradient}, inputs - {group.gradient}
         # Ops are in the order of the step: the slots before and behind that of the last of its own.
-        until = bisect_left(program.ops, write, key=lambda op: position[op.name])
-        since = bisect_right(program.ops, write, lo=until, key=lambda op: position[op.name])
+        until = bisect_left(places, write)
+        since = bisect_right(places, write, lo=until)
         early = self.written_early.get(group.param, {}) if since == until else {}
         before, later = [-1], [program.end]
         for name in own & program.touches.keys():
             touched, first, behind = program.touches[name], until, since
             if name in early:  # the slot before which the update would have written it
-                at = early[name]
-                first = behind = bisect_left(program.ops, at, key=lambda op: position[op.name])
+                first = behind = bisect_left(places, early[name])
             if (count := bisect_left(touched, first)) > 0:
                 before.append(touched[count - 1])
             later += touched[bisect_left(touched, behind) :][:1]

@@ -112,7 +112,12 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
     settles = problem.machine.fuses_updates if compiled is None else compiled
     if settles:
         draft = min(_as_compiled(problem, draft), key=partial(_cost_s, problem))
-    draft = _in_bundles(problem, draft)
+    return as_drafted(problem, _in_bundles(problem, draft))
+
+
+def as_drafted(problem: Problem, draft: Draft) -> Plan:
+    """The plan of a draft with its predicted timeline, and nothing changed."""
+    problem = problem.under(draft.placement)
     return Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,

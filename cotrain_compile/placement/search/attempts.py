@@ -56,7 +56,7 @@ AS_FAST = 1.005
 BEHIND = 1.02
 # So many times what the dearest schedule has taken is kept for the end: for the fastest plan in
 # other ways, and its timeline. All else may take whatever is left.
-FOLLOWING = 3
+FOLLOWING = 4
 # A schedule is cheap that takes no larger a part of the work for a plan.
 CHEAP = 0.01
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 
 from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.dataflow.regions import Region
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.fold_updates import with_updates_folded
+from cotrain_compile.placement.fold.fold import folded
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.numbers_of_parts import Splits, bytes_in_parts, in_parts
@@ -28,7 +29,7 @@ SMALL = 1 / 8
 TELLS = 0.8
 # Where the device computes so much of the time parts gain little.
 WAITS = 2.0
-# A step in parts of more ops, without those of updates, takes the search more than it has.
+# A step in parts of about more ops, without those of updates, takes the search more than it has.
 MOST_OPS = 16_000
 
 
@@ -47,15 +48,16 @@ def finer(problem: Problem, splits: Splits, settings: SolveSettings) -> Splits |
     found, best_s = None, TELLS * glimpse_s(coarse, settings, work)
     if best_s <= TELLS * WAITS * math.fsum(coarse.costs.device_s.values()):
         return None
+    writing = {region.name: _writing(problem.dataflow, region) for region in layers}
     for parts in FINER:
         least = {r.name: max(splits.get(r.name, 1), min(parts, r.length)) for r in layers}
         more = {**splits, **least}
         if more == (found or splits):
             continue
-        step = in_parts(problem, more)
-        if _ops(step.dataflow) > MOST_OPS or not work.left:
+        added = sum((least[r.name] - splits.get(r.name, 1)) * writing[r.name] for r in layers)
+        if _ops(coarse.dataflow) + added > MOST_OPS or not work.left:
             break
-        seconds = glimpse_s(step, settings, work)
+        seconds = glimpse_s(in_parts(problem, more), settings, work)
         if seconds >= best_s:
             break
         found, best_s = more, seconds
@@ -64,10 +66,15 @@ def finer(problem: Problem, splits: Splits, settings: SolveSettings) -> Splits |
 
 def glimpse_s(problem: Problem, settings: SolveSettings, work: Allowance) -> float:
     """Seconds of a cover that makes all layers again; infinity where that does not fit."""
-    problem = with_updates_folded(problem)
+    problem = folded(problem)
     attempts = Attempts(problem, settings, lambda stage: None, work)
     levels = Levels(problem, work.meter)
     return min(map(attempts.try_cover, levels.uniform[-1:] or [attempts.step]))
+
+
+def _writing(dataflow: Dataflow, region: Region) -> int:
+    """How many ops each part of a region has, without views."""
+    return sum(bool(dataflow.ops[dataflow.position[op.name]].writes) for op in region.ops)
 
 
 def _ops(dataflow: Dataflow) -> int:

@@ -1,6 +1,6 @@
 """Finish: the plan of the fastest schedule that a search has found and that passes the check.
 
-In: what was found, maybe for the step with its updates folded, and plans that were given. Out: a
+In: what was found, maybe for the step folded, and plans that were given. Out: a
 plan of the step as it is written. What was found for the folded step is scheduled again for that.
 """
 
@@ -21,14 +21,14 @@ class NothingFits(PlacementError):
     """Nothing does of a folded step; what a user is told is about the step as it is written."""
 
     def __init__(self) -> None:
-        super().__init__("nothing fits with updates folded", shortfall_bytes=0)
+        super().__init__("nothing fits folded", shortfall_bytes=0)
 
 
 @dataclass
 class Finish:
     """How what is found becomes a plan of the step of `problem`.
 
-    It was found for the same step with updates folded where that `is_folded`: then `given` are
+    It was found for the same step folded where that `is_folded`: then `given` are
     plans of the step itself that no plan is to be slower than.
     """
 

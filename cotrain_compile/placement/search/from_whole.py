@@ -2,7 +2,8 @@
 
 In: the problem of the step in parts, and the plan for it as it is. Out: a plan in parts that does
 the same with all that is whole, and recomputes the parts of what that recomputes. What leaves the
-device is chosen anew (`cover`): in parts less is there at once, so that less has to.
+device is chosen anew (`cover`): in parts less is there at once, so that less has to. A search goes
+on from it, and finishes what it ends with.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.recomputable import recomputable
-from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.schedule.schedule import as_drafted, draft
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.plan import Plan
 
@@ -43,6 +44,6 @@ def from_whole(problem: Problem, whole: Plan) -> Plan | None:
     if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
         return None
     try:
-        return schedule(problem, placement)
+        return as_drafted(problem, draft(problem, placement, moves=moves))
     except PlacementError:
         return None

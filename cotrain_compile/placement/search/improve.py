@@ -1,39 +1,35 @@
 """Improve: the fastest plan of a search, scheduled in other ways and with little changed.
 
 In: the attempts so far. Out: what is faster is found there, too. What changes is that moves up come
-late, and that parameters with next to no bytes rest on the device with their states: a copy of a
-few KiB takes the link's latency and the interpreter's time, each way and for each state, and gives
-next to no memory back (`docs/decisions/0039-small-tensors-stay.md`).
+late, and that parameters with next to no bytes rest on the device with their states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from cotrain_compile.dataflow import Dataflow, UpdateGroup
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.policies import smallest
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
 from cotrain_compile.placement.search.cover import covered
+from cotrain_compile.placement.search.infeasible import least_of
 from cotrain_compile.placement.search.share_updates import (
     balanced_share,
     hosted_s,
     with_share_streamed,
 )
-from cotrain_compile.plan import Placement, UpdateMode
+from cotrain_compile.placement.search.small_params import as_in, with_small_at_rest
+from cotrain_compile.placement.work import PER_OP_OF_LEAST
+from cotrain_compile.plan import Placement
 
 # So long before their use, in parts of a step, moves up begin at the earliest.
 LATE_STARTS = (EAGER, LATE, Tactics(lookahead=0.1))
-# Where not all of them fit, the smaller ones of them may.
-PARTS = (1, 2, 4, 8)
 # A part of the step that is not worth a try.
 LITTLE = 0.02
 # How far from a share of streamed updates others are tried, one after the other.
@@ -138,6 +134,25 @@ def _try_share(attempts: Attempts, problem: Problem, placement: Placement, share
     return attempts.found.fastest is not before
 
 
+def let_small_leave(attempts: Attempts) -> None:
+    """The fastest plan with small parameters as in the one that needs least, if that is faster.
+
+    Near the least memory, where covers lead, what they take may be worth more than is spared.
+    """
+    fastest, resting = attempts.found.fastest, attempts.problem.resting
+    if fastest is None or not (resting and attempts.covers) or not _has_work_for_one(attempts):
+        return
+    problem = attempts.problem
+    attempts.meter.charge(PER_OP_OF_LEAST * len(problem.dataflow.ops))
+    least = least_of(replace(problem, resting=frozenset())).placement
+    groups = [problem.dataflow.update[param] for param in resting]
+    placement = as_in(fastest.placement, least, groups)
+    placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
+    with suppress(PlacementError):
+        found = attempts.drafted(problem.under(placement), placement, moves, fastest.tactics)
+        attempts.found.keep(placement.policy, found)
+
+
 def let_small_rest(attempts: Attempts) -> None:
     """The fastest plan with small parameters where they compute, if it fits and is no slower.
 
@@ -161,38 +176,3 @@ def let_small_rest(attempts: Attempts) -> None:
 def _has_work_for_one(attempts: Attempts) -> bool:
     """Whether there is work for one more schedule, and the timeline of the plan after it."""
     return attempts.work.left > 2 * attempts.draft_units
-
-
-def with_small_at_rest(dataflow: Dataflow, placement: Placement) -> Iterator[Placement]:
-    """Placements in which small parameters that move stay, the one with the most first."""
-    sizes = {g.param: _nbytes(dataflow, g) for g in dataflow.updates}
-    small = smallest(sizes)
-    moving = [g for g in dataflow.updates if g.param in small and _moves(placement, g)]
-    resting = sorted(moving, key=lambda group: sizes[group.param])
-    for part in PARTS:
-        if chosen := resting[: len(resting) // part]:
-            yield _resting(placement, chosen)
-
-
-def _moves(placement: Placement, group: UpdateGroup) -> bool:
-    """Whether it is updated otherwise than on the device; a gradient at home elsewhere stays."""
-    gradient_stays = placement.homes.get(group.gradient) is not Tier.HOST
-    return gradient_stays and placement.updates[group.param] is not UpdateMode.RESIDENT
-
-
-def _nbytes(dataflow: Dataflow, group: UpdateGroup) -> int:
-    return sum(dataflow.buffer[name].nbytes for name in (group.param, *group.states))
-
-
-def _resting(placement: Placement, groups: list[UpdateGroup]) -> Placement:
-    names = {name for group in groups for name in (group.param, *group.states)}
-    weights = names | {group.low_precision for group in groups if group.low_precision}
-    return replace(
-        placement,
-        homes={**placement.homes, **dict.fromkeys(names, Tier.DEVICE)},
-        updates={
-            **placement.updates,
-            **dict.fromkeys((group.param for group in groups), UpdateMode.RESIDENT),
-        },
-        offloaded=tuple(name for name in placement.offloaded if name not in weights),
-    )

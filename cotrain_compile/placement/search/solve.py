@@ -11,6 +11,7 @@ parts (`split_variants`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -20,10 +21,11 @@ from typing import NoReturn
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
-from cotrain_compile.placement.fold_updates import EXCESS, with_updates_folded
+from cotrain_compile.placement.fold.fold import folded
+from cotrain_compile.placement.fold.updates import EXCESS
 from cotrain_compile.placement.milp.bound import OnThread, certified_bound_s
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.schedule import Draft, draft
+from cotrain_compile.placement.schedule.schedule import Draft, as_drafted, draft
 from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.cast_variants import best_cast
 from cotrain_compile.placement.search.climb_levels import (
@@ -38,6 +40,7 @@ from cotrain_compile.placement.search.finish import Finish, NothingFits
 from cotrain_compile.placement.search.improve import (
     cover_values,
     fetch_late,
+    let_small_leave,
     let_small_rest,
     share_updates,
 )
@@ -46,6 +49,7 @@ from cotrain_compile.placement.search.more_values import make_more_again
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.share_gathers import share_gathers
+from cotrain_compile.placement.search.small_params import with_small_resting
 from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
 from cotrain_compile.placement.search.split_variants import best_split
 from cotrain_compile.placement.search.variants import (
@@ -103,21 +107,22 @@ def _planned(
     work: Allowance,
     incumbents: Sequence[Plan],
 ) -> Plan:
-    """The plan of a step in one form: found for it with its updates folded, where that has any."""
+    """The plan of a step in one form: found for it with fewer ops, where it folds."""
     folds = settings.policy == "auto" and not (settings.speculate or settings.overlap_steps)
-    folded = with_updates_folded(problem) if folds else problem
-    if folded is problem:
+    smaller = folded(problem) if folds else problem
+    if smaller is problem:
         return _Search(problem, settings, progress, work).run(incumbents)
-    first = _Search(folded, settings, progress, work, written=problem)
-    try:
-        return first.run(incumbents)
-    except NothingFits:
+    fewer = with_small_resting(smaller)
+    for form in (fewer, smaller)[fewer is smaller :]:
+        search = _Search(form, settings, progress, work, written=problem)
+        with suppress(NothingFits):
+            return search.run(incumbents)
         work = Allowance(work.meter, work.units, work.meter.spent)
-        return _Search(problem, settings, progress, work).run_behind(first, incumbents)
+    return _Search(problem, settings, progress, work).run_behind(search, incumbents)
 
 
 class _Search(Attempts):
-    """A search; its problem may be that of the step that is `written` with its updates folded."""
+    """A search; its problem may be that of the step that is `written`, folded."""
 
     def __init__(
         self,
@@ -158,10 +163,10 @@ class _Search(Attempts):
                 self._reuse(incumbents)
             return self._best()
 
-    def run_behind(self, folded: _Search, incumbents: Sequence[Plan]) -> Plan:
-        """The plan, or the refusal, of the step in which nothing fits with its updates folded."""
+    def run_behind(self, first: _Search, incumbents: Sequence[Plan]) -> Plan:
+        """The plan, or the refusal, of the step in which nothing fits folded, as `first` found."""
         if self._least.nbytes > self.problem.budgets[Tier.DEVICE]:
-            self.was_late, self.solution = folded.ran_out, folded.solution
+            self.was_late, self.solution = first.ran_out, first.solution
             self._refuse()
         return self.run(incumbents)
 
@@ -169,6 +174,7 @@ class _Search(Attempts):
         settings, problem = self.settings, self.problem
         if self.is_folded:  # with the bytes by which an update may need less
             problem = problem.with_budget(Tier.DEVICE, problem.budgets[Tier.DEVICE] + EXCESS)
+            problem = replace(problem, resting=frozenset())
         return certified_bound_s(
             replace(problem, speculates=settings.speculate),
             settings.solver,
@@ -252,6 +258,7 @@ class _Search(Attempts):
         spent = self.meter.spent - self.work.since
         self.work = replace(self.work, units=max(self.work.units, spent + self.following))
         cover_values(self)
+        let_small_leave(self)
         share_updates(self)
         share_gathers(self)
         fetch_late(self)
@@ -362,7 +369,12 @@ class _Search(Attempts):
             self._refuse()
         ran_out = self.ran_out
         self.progress("simulating the plan")
-        name, plan = self.finish.fastest_of(self.found)
+        if is_beaten := self.is_folded and self._is_beaten:
+            # Nobody runs it, and what is told is how fast it would be: no need to finish it.
+            fastest = min(self.found.drafts.values(), key=lambda found: found.step_s)
+            name, plan = fastest.placement.policy, as_drafted(self.problem, fastest)
+        else:
+            name, plan = self.finish.fastest_of(self.found)
         self.progress("certifying the bound")
         bound_s = self.bound.result_by(self.meter.guard_s) if self.bound else 0.0
         settings = self.settings
@@ -381,12 +393,20 @@ class _Search(Attempts):
             course=self.found.course,
             ended=self._ended(plan, bound_s, ran_out),
         )
+        if is_beaten:
+            return replace(plan, report=report)
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.written, plan, name, self.solution, asked=asked, solver=solver)
         # What the clock has ended may be another plan the next time: that is said of any.
         if ran_out and (self.meter.guard_hit or report.gap > FAR - 1.0):
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
+
+    @property
+    def _is_beaten(self) -> bool:
+        """Whether a plan of another form is faster than all that is found, or was given."""
+        given_s = min((p.predicted.makespan_s for p in self.finish.given), default=math.inf)
+        return self.is_behind and given_s >= self.settings.known_s
 
     def _ended(self, plan: Plan, bound_s: float, ran_out: bool) -> str:
         """Why the search went no further."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.dataflow import Op, Phase
+from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -22,6 +22,7 @@ from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.published import any_rule
 from cotrain_compile.placement.recompute.levels import (
+    FoundLevels,
     RegionLevels,
     StepLevel,
     find_levels,
@@ -31,9 +32,11 @@ from cotrain_compile.placement.recompute.levels import (
 )
 from cotrain_compile.placement.recompute.recomputable import recomputable
 from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
+from cotrain_compile.placement.remembered import Same, remembered
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.cuts import Cut, cuts_of
 from cotrain_compile.placement.search.infeasible import Least, least_of
+from cotrain_compile.placement.search.small_params import at_rest
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
 
@@ -120,7 +123,11 @@ class Variant:
 
     def by_rule(self, name: str) -> Placement:
         """What the simple rule `name` decides about this step."""
-        placement = any_rule(name)(self.problem.dataflow)
+        dataflow = self.problem.dataflow
+        placement = any_rule(name)(dataflow)
+        if self.recomputed:  # the step as it is has the rule's own plan
+            resting = (dataflow.update[param] for param in self.problem.resting)
+            placement = at_rest(placement, list(resting))
         again = dict.fromkeys((*placement.recomputed, *self.recomputed))
         return replace(placement, recomputed=tuple(again))
 
@@ -148,6 +155,12 @@ def promising(
     return chances
 
 
+@remembered
+def _levels_of(dataflow: Dataflow, device_s: Same[Mapping[str, float]]) -> FoundLevels:
+    (seconds,) = device_s
+    return find_levels(dataflow, seconds, recomputable(dataflow))
+
+
 class Levels:
     """The levels of a step by number; 0 is the step as it is. Each contains the one before it.
 
@@ -162,7 +175,7 @@ class Levels:
         self._meter = meter or Meter()
         self._meter.charge(PER_OP_OF_LEAST * len(dataflow.ops))
         self._may = recomputable(dataflow)
-        found = find_levels(dataflow, problem.costs.device_s, self._may)
+        found = _levels_of(dataflow, Same([problem.costs.device_s]))
         self.regions = found.regions
         nothing = StepLevel(frozenset(), 0, 0.0, (frozenset(),) * len(found.regions))
         self._levels = with_gathers((nothing, *found.uniform), dataflow, problem.costs)

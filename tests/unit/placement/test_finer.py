@@ -91,7 +91,7 @@ def test_where_the_device_computes_parts_gain_little(monkeypatch: pytest.MonkeyP
 
 def test_a_step_of_too_many_ops_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = seen(monkeypatch, SLOW, 0.5 * SLOW)
-    monkeypatch.setattr(module, "MOST_OPS", 50)
+    monkeypatch.setattr(module, "MOST_OPS", 30)
     assert finer(problem_of(), {"loss": 2}, SETTINGS) == {"loss": 2, "layer": 8}
     assert looked_at == [1, 8]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,12 +12,22 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.policies import rule, smallest, streamed
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.improve import with_small_at_rest
+from cotrain_compile.placement.schedule.schedule import Draft, schedule
+from cotrain_compile.placement.search.attempts import Attempts
+from cotrain_compile.placement.search.improve import let_small_leave
+from cotrain_compile.placement.search.small_params import (
+    SHARE,
+    SMALL_BYTES,
+    as_in,
+    at_rest,
+    with_small_at_rest,
+    with_small_resting,
+)
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.plan import Plan, UpdateMode
+from cotrain_compile.plan import Placement, Plan, UpdateMode
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.examples import examples
@@ -96,3 +107,82 @@ def test_plans_in_which_small_ones_rest_are_sound(policy: str, mixed: bool, shar
         except PlacementError:
             assert share < 1.1  # what rests is a thousandth of what moves
     assert not list(with_small_at_rest(step, calmer[0]))
+
+
+def biased(width: int, machine: str = "h100") -> Problem:
+    """A step of which every other parameter is small, in a quarter of what all takes."""
+    step = with_small_layers(chain(LAYERS, width=width, batch=4 * width))
+    peak = schedule(problem_of(step), rule("resident")(step)).predicted.peak_bytes[Tier.DEVICE]
+    return formulate(step, find(machine), {Tier.DEVICE: peak // 4, Tier.HOST: PLENTY})
+
+
+def test_small_parameters_are_not_decided_about() -> None:
+    problem = with_small_resting(biased(1024))
+    assert problem.resting == set(SMALL)
+    for decision in decision_space(problem).params:
+        modes = {option.strategy.mode for option in decision.options}
+        if not problem.resting.isdisjoint(decision.cluster.params):
+            assert problem.resting.issuperset(decision.cluster.params)
+            assert modes == {UpdateMode.RESIDENT}
+        else:
+            assert len(modes) > 1
+
+
+def test_what_rests_takes_next_to_nothing_of_the_budget() -> None:
+    problem = biased(1024)
+    sizes = [_bytes_of(problem.dataflow, param) for param in SMALL]
+    assert sizes[0] == sizes[1] < SMALL_BYTES
+    for count in (0, 1, 2):
+        tight = problem.with_budget(Tier.DEVICE, int((count + 0.5) * sizes[0] / SHARE))
+        assert len(with_small_resting(tight).resting) == count
+
+
+def _bytes_of(dataflow: Dataflow, param: str) -> int:
+    group = dataflow.update[param]
+    names = (group.param, *group.states, group.gradient)
+    return sum(dataflow.buffer[name].nbytes for name in names)
+
+
+def test_one_rests_whose_update_takes_no_longer_than_its_copies() -> None:
+    problem = biased(1024)
+    slow = dict.fromkeys(problem.dataflow.update["w1"].ops, 1.0)
+    costs = replace(problem.costs, device_s={**problem.costs.device_s, **slow})
+    assert with_small_resting(replace(problem, costs=costs)).resting == {"w3"}
+
+
+def test_what_rests_and_leaves_again_is_as_before() -> None:
+    step = with_small_layers(mixed_precision_step(LAYERS, params=50_000))
+    placement = rule("zero-offload")(step)
+    groups = [group for group in step.updates if group.param in ("p32_1", "p32_3")]
+    resting = at_rest(placement, groups)
+    assert {resting.updates[group.param] for group in groups} == {UpdateMode.RESIDENT}
+    again = as_in(resting, placement, groups)
+    assert replace(again, offloaded=()) == replace(placement, offloaded=())
+    assert set(again.offloaded) == set(placement.offloaded)
+
+
+def test_what_rests_is_tried_away_and_that_is_kept_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the plan that needs least; it may be faster."""
+    problem = biased(1024)
+    problem = with_small_resting(problem.with_budget(Tier.DEVICE, PLENTY))
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None)
+    attempts.covers = True
+    assert attempts.attempt(attempts.step, "streamed")
+    resting = attempts.found.fastest
+    assert resting is not None
+    tried: list[Placement] = []
+
+    def drafted(self: Attempts, problem: Problem, placement: Placement, *_: object) -> Draft:
+        tried.append(placement)
+        return replace(resting, placement=placement, step_s=factor * resting.step_s)
+
+    monkeypatch.setattr(Attempts, "drafted", drafted)
+    for factor in (1.1, 0.9):
+        let_small_leave(attempts)
+        found = attempts.found.fastest
+        assert found is not None
+        assert (found.placement is tried[-1]) is (factor < 1.0)
+    for placement in tried:
+        assert {placement.updates[param] for param in SMALL} == {UpdateMode.HOST_STREAMED}

@@ -1,23 +1,21 @@
-"""Fold updates: the step in which an update is one op on all elements, for who looks for a plan.
+"""Updates: the step in which an update is one op on all elements, behind one on numbers.
 
-In: a Problem. Out: that of the same step with fewer ops. An optimizer is written as some twenty ops
-for each parameter, which are more than half of all ops of a step, and a plan decides about updates
-as wholes. Of each stretch of such ops those on all elements become one op, and those on single
-numbers another before it. What these make for themselves is no buffer any more: the op has a
-workspace, in which the update needs what it needs at its fullest as written. A placement of this
-step is one of the step as written; a schedule is not.
+In: a Dataflow. Out: one with fewer ops. An optimizer is written as some twenty ops for each
+parameter, which are more than half of all ops of a step, and a plan decides about updates as
+wholes. Of each stretch of such ops those on all elements become one op, and those on single numbers
+another before it. What these make for themselves is no buffer any more: the op has a workspace, in
+which the update needs what it needs at its fullest as written.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, SizeExpressions, UpdateGroup
+from cotrain_compile.placement.fold.folded import Folded
 from cotrain_compile.placement.pieces import by_element
-from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.remembered import once
 
 # A folded update needs at most so many bytes of the device more than as written; else it stays.
@@ -25,41 +23,6 @@ EXCESS = 4096
 
 # Ops that become one, and the bytes of what they make for themselves.
 _Part = tuple[tuple[Op, ...], int]
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A step with its updates folded; `parts` has the ops as written that each op stands for."""
-
-    dataflow: Dataflow
-    parts: Mapping[str, tuple[str, ...]]
-
-
-def with_updates_folded(problem: Problem) -> Problem:
-    """The problem of a step as it is written with its updates folded, which cost what they did.
-
-    The same problem where nothing folds, or the host runs updates op by op.
-    """
-    if problem.captured or problem.written is not None:
-        return problem
-    folded, costs = folded_updates(problem.dataflow), problem.costs
-    if len(folded.parts) == len(problem.dataflow.ops):
-        return problem
-    known, unknown = costs.device_s, frozenset(costs.unknown)
-    return replace(
-        problem,
-        dataflow=folded.dataflow,
-        costs=replace(
-            costs,
-            device_s={op: math.fsum(known[n] for n in of) for op, of in folded.parts.items()},
-            unknown=tuple(op for op, of in folded.parts.items() if not unknown.isdisjoint(of)),
-        ),
-        whole_bytes={
-            name: nbytes
-            for name, nbytes in problem.whole_bytes.items()
-            if name in folded.dataflow.buffer
-        },
-    )
 
 
 @once

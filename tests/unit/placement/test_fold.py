@@ -1,4 +1,4 @@
-"""Folded updates: fewer ops, the same work, the same memory, and plans of the step as written."""
+"""Folded steps: fewer ops, the same work, the same memory, and plans of the step as written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import MEMORIES, Machine, Tier
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.fold_updates import EXCESS, folded_updates, with_updates_folded
+from cotrain_compile.placement.fold.fold import folded as folded_problem
+from cotrain_compile.placement.fold.updates import EXCESS, folded_updates
+from cotrain_compile.placement.fold.views import without_views
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
@@ -28,7 +30,8 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.nets import KIB, STEPS
-from tests.support.random_problems import machines, training_steps
+from tests.support.random_problems import machines, training_steps, views
+from tests.support.with_views import with_views
 from tests.support.written_out import written_out
 
 PLENTY = 1 << 40
@@ -42,13 +45,22 @@ def problem_of(dataflow: Dataflow, device_bytes: int = PLENTY) -> Problem:
 
 
 @given(
-    machine=machines(), step=training_steps(), pieces=st.booleans(), name=st.sampled_from([*RULES])
+    machine=machines(),
+    step=training_steps(),
+    pieces=st.booleans(),
+    views=views(),
+    name=st.sampled_from([*RULES]),
 )
 def test_under_any_rule_a_folded_step_does_the_same_work_in_the_same_memory(
-    machine: Machine, step: Dataflow, pieces: bool, name: str
+    machine: Machine,
+    step: Dataflow,
+    pieces: bool,
+    views: list[tuple[int, tuple[int, ...]]],
+    name: str,
 ) -> None:
-    written = replace(problem_of(written_out(step, in_pieces=pieces)), machine=machine)
-    folded = with_updates_folded(written)
+    dataflow = with_views(written_out(step, in_pieces=pieces), views)
+    written = replace(problem_of(dataflow), machine=machine)
+    folded = folded_problem(written)
     fewer = len(folded.dataflow.ops) < len(written.dataflow.ops)
     assert fewer is bool(step.updates)
     assert math.isclose(*(math.fsum(p.costs.device_s.values()) for p in (folded, written)))
@@ -59,6 +71,58 @@ def test_under_any_rule_a_folded_step_does_the_same_work_in_the_same_memory(
         for problem in (folded, written)
     ]
     assert 0 <= needs[0] - needs[1] <= EXCESS
+
+
+def slot_bytes(dataflow: Dataflow, name: str) -> dict[str, int]:
+    """The bytes at each op where the rule `name` places a step."""
+    moves = moves_of(problem_of(dataflow), rule(name)(dataflow))
+    ops = [op.name for op in moves.program.ops]
+    return dict(zip(ops, moves.slot_bytes, strict=False))
+
+
+@given(step=training_steps(), views=views(), name=st.sampled_from([*RULES]))
+def test_a_step_needs_as_much_without_the_views_that_go(
+    step: Dataflow, views: list[tuple[int, tuple[int, ...]]], name: str
+) -> None:
+    """At the op that stands for them as much as at any of them and at itself."""
+    whole = with_views(step, views)
+    fewer = without_views(whole)
+    before, after = slot_bytes(whole, name), slot_bytes(fewer.dataflow, name)
+    assert max(before.values()) == max(after.values())
+    assert {part for of in fewer.parts.values() for part in of} == {op.name for op in whole.ops}
+    for op, nbytes in after.items():
+        assert nbytes <= max(before[part] for part in fewer.parts[op])
+
+
+def reads(*rows: tuple[str, ...]) -> Dataflow:
+    """A row of views between two ops of the forward, each of what it reads."""
+    step = chain(2)
+    behind = step.position["forward_1"]
+    ops = [
+        Op(f"view_{n}", "aten.view.default", Phase.FORWARD, row, ()) for n, row in enumerate(rows)
+    ]
+    return replace(step, ops=(*step.ops[:behind], *ops, *step.ops[behind:]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        ([("w0",)], []),  # of what the op before has read
+        ([("w1",)], []),  # of what the op behind it reads
+        ([("m0",)], ["view_0"]),  # of what neither knows
+        ([("w0", "w1")], ["view_0"]),  # of what either has, and no one has both
+        ([("w0",), ("w1",)], []),
+        ([("w1",), ("w0",)], ["view_0", "view_1"]),  # both are there between the two
+        ([("w0",), ("w0", "w1"), ("w0",), ("w1",)], ["view_1", "view_2"]),
+    ],
+)
+def test_views_go_whose_buffers_a_neighbour_needs(
+    rows: list[tuple[str, ...]], left: list[str]
+) -> None:
+    step = reads(*rows)
+    fewer = without_views(step).dataflow
+    kept = [op.name for op in fewer.ops if op.name.startswith("view")]
+    assert kept == left
 
 
 def test_an_update_is_an_op_on_numbers_and_one_on_all_elements() -> None:
@@ -126,7 +190,7 @@ def test_a_plan_that_is_found_folded_is_one_of_the_step_as_written(share: float)
     roomy = problem_of(SMALL)
     whole = max(moves_of(roomy, rule("resident")(SMALL)).slot_bytes)
     problem = problem_of(SMALL, int(share * whole))
-    assert with_updates_folded(problem) is not problem
+    assert folded_problem(problem) is not problem
     plan = solve(problem)
     check(problem, plan)
     assert plan.tasks
@@ -158,7 +222,7 @@ def test_a_refusal_speaks_of_the_step_as_written(monkeypatch: pytest.MonkeyPatch
     problem = problem_of(SMALL, floor_bytes(SMALL) - 1)
     with pytest.raises(PlacementError) as folded:
         solve(problem)
-    monkeypatch.setattr(searching, "with_updates_folded", lambda problem: problem)
+    monkeypatch.setattr(searching, "folded", lambda problem: problem)
     with pytest.raises(PlacementError) as written:
         solve(problem)
     assert str(folded.value) == str(written.value)
@@ -175,3 +239,14 @@ def test_a_plan_for_less_memory_is_returned_where_nothing_faster_is_found(
     again = solve(problem, SolveSettings(), incumbents=[before])
     assert again.placement == before.placement
     check(problem, again)
+
+
+def test_a_plan_that_another_beats_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told how fast it would be, which is slower than the other in any case."""
+    problem = problem_of(SMALL, 3_000_000)
+    known_s = solve(problem).predicted.makespan_s / 2
+    monkeypatch.setattr(Finish, "fastest_of", lambda self, found: pytest.fail("it is finished"))
+    beaten = solve(problem, SolveSettings(known_s=known_s))
+    assert beaten.predicted.makespan_s > known_s
+    assert beaten.report is not None
+    assert beaten.report.lower_bound_s > 0
