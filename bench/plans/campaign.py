@@ -1,9 +1,10 @@
 """How good are plans of steps that nobody tuned for? Simulated steps, bounds, users' ways, work.
 
-Saved steps on machines, each within budgets of so many times the least that any plan needs, or of a
-part of what all of it takes. Every plan is checked, and compared with checkpoints of every layer
-and of every other one under each simple rule. With `--beside`, each is searched for again while so
-many processes compute, and has to be the same plan. Rows that the output has are kept.
+Saved steps on machines, each within budgets of so many times the least that any plan needs, or any
+plan of whole ops, or of a part of what all of it takes. Every plan is checked, and compared with
+checkpoints of every layer and of every other one under each simple rule. With `--beside`, each is
+searched for again while so many processes compute, and has to be the same plan. Rows that the
+output has are kept.
 
     python -m bench.plans.campaign -o bench/results/campaign.json gpt2.json bert_large.json
     python -m bench.plans.campaign -o bench/results/busy.json --beside 6 --machine a40 t5_base.json
@@ -45,8 +46,9 @@ from cotrain_compile.support.units import format_bytes, format_seconds
 
 MACHINES = ("rtx4090", "a100-40", "h100")
 HOST_BYTES = 2 << 40
-# Times the least, and parts of what all takes.
-BUDGETS = ("1.1x", "0.5")
+# Times the least, of any plan and of those with whole ops, and parts of what all takes.
+BUDGETS = ("1.1x", "1.1x whole", "0.5")
+WHOLE = " whole"
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,14 @@ class Row:
         return self.step_s / self.bound_s - 1 if self.step_s and self.bound_s else None
 
 
-def budget_bytes(problem: Problem, told: str, least: int) -> int:
-    """`told` as "1.1x" of the least, or as "0.5" of what all takes."""
-    if told.endswith("x"):
-        return int(float(told[:-1]) * least)
+def budget_bytes(problem: Problem, told: str, least: Mapping[bool, int]) -> int:
+    """`told` as "1.1x" of the least, "1.1x whole" of that of whole ops, or "0.5" of what all takes.
+
+    `least` is by whether ops run in parts.
+    """
+    times, x, whole = told.partition("x")
+    if x:
+        return int(float(times) * least[whole != WHOLE])
     return int(float(told) * liveness(problem.dataflow).peak_bytes)
 
 
@@ -192,15 +198,23 @@ def table(result: Mapping[str, Any]) -> str:
         for cell in cells
     ]
     told, gap = result["summary"], result["summary"]["gap"]
+    gaps = {cell.budget: list[float]() for cell in cells}
+    for cell in cells:
+        gaps[cell.budget] += [] if cell.gap is None else [cell.gap]
+    each = "; ".join(
+        f"{percent(statistics.median(of))} and {percent(max(of))} in {budget}"
+        for budget, of in gaps.items()
+        if of
+    )
     return (
         markdown(
             (*headings, "processor"),
             [(*row, f"{cell.processor_s:.1f} s") for row, cell in zip(rows, cells, strict=True)],
         )
         + f"\n{told['cells']} cells: {percent(gap['median'])} above the bound in the median, "
-        f"{percent(gap['worst'])} at worst; {told['processor_s']['median']:.1f} s of processors in "
-        f"the median, {told['processor_s']['worst']:.1f} s at worst. Of users' own ways, "
-        "checkpoints of every layer or of every other with any simple rule, some fits in "
+        f"{percent(gap['worst'])} at worst ({each}); {told['processor_s']['median']:.1f} s of "
+        f"processors in the median, {told['processor_s']['worst']:.1f} s at worst. Of users' own "
+        "ways, checkpoints of every layer or of every other with any simple rule, some fits in "
         f"{told['users_fit']} of them; {told['slower_than_users']} plans are slower. Searched for "
         f"again beside busy processes, the plan is the same in {told['same_beside_others']}.\n"
     )
@@ -216,7 +230,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("steps", type=Path, nargs="+", help="saved steps")
     parser.add_argument("--machine", action="append", help="preset")
-    parser.add_argument("--budget", action="append", help='"1.1x" the least, or "0.5" of all')
+    parser.add_argument(
+        "--budget",
+        action="append",
+        help='"1.1x" the least, "1.1x whole" that of whole ops, or "0.5" of all',
+    )
     parser.add_argument("--beside", type=int, default=0, help="processes to search beside")
     parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
     asked = parser.parse_args()
@@ -226,11 +244,14 @@ def main() -> None:
     if asked.output.exists():
         rows = [Row(**kept) for kept in json.loads(asked.output.read_text())["result"]["rows"]]
     for path in asked.steps:
-        dataflow, least = load(path, Dataflow), 0
+        dataflow, least = load(path, Dataflow), dict[bool, int]()
         for machine in asked.machine or MACHINES:
             budgets = {Tier.DEVICE: 0, Tier.HOST: HOST_BYTES}
             problem = formulate(dataflow, presets.find(machine), budgets)
-            least = least or least_bytes(problem, settings)  # the same on every machine
+            least = least or {  # the same on every machine
+                split: least_bytes(problem, replace(settings, split=split))
+                for split in (True, False)
+            }
             for told in asked.budget or BUDGETS:
                 if any(kept.place == (path.stem, machine, told) for kept in rows):
                     continue

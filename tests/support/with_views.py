@@ -12,8 +12,8 @@ def with_views(dataflow: Dataflow, places: Sequence[tuple[int, tuple[int, ...]]]
     """`dataflow` with a view for each of `places`: before which op, and of which buffers.
 
     Both are numbers, modulo how many there are: of buffers those that are there by then. What is
-    about its last use there is longer so. But for parameters no view is of what updates make, or have
-    to themselves.
+    about its last use there is longer so. But for parameters no view is of what updates make, or
+    have to themselves.
     """
     own = {name for group in dataflow.updates for name in (*group.states, *group.scalars)}
     of_updates = {name for group in dataflow.updates for name in group.ops}

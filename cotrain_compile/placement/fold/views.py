@@ -8,9 +8,8 @@ neighbours: they may run elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from cotrain_compile.dataflow import Dataflow, Op, SizeExpressions
 from cotrain_compile.placement.fold.folded import Folded
@@ -19,7 +18,12 @@ from cotrain_compile.placement.remembered import once
 
 @once
 def without_views(dataflow: Dataflow) -> Folded:
-    """The step without views that tell a plan nothing; an op beside them stands for them."""
+    """The step without views that tell a plan nothing; an op beside them stands for them.
+
+    What one of a row needs that goes with the op before it is there beside what another needs that
+    goes with the op behind, where that comes first. So those go with the one that begin the row,
+    and with the other those that end it.
+    """
     of_updates = {name for group in dataflow.updates for name in group.ops}
 
     def is_view(op: Op) -> bool:
@@ -27,56 +31,30 @@ def without_views(dataflow: Dataflow) -> Folded:
         is_of_exchange = op.collective is not None or bool(op.awaits)
         return does_nothing and not is_of_exchange and op.name not in of_updates
 
-    folding = _Folding(dataflow, of_updates)
-    for are_views, run in groupby(dataflow.ops, key=is_view):
-        folding.add(tuple(run), are_views=are_views)
-    folding.add((), are_views=False)
-    ops, parts = tuple(folding.ops), {op: tuple(of) for op, of in folding.parts.items()}
-    return Folded(replace(dataflow, ops=ops, expressions=SizeExpressions()), parts)
+    def go_with(neighbour: Op | None, views: tuple[Op, ...]) -> int:
+        """How many of `views`, the first ones, need nothing else than `neighbour` does."""
+        if neighbour is None or neighbour.name in of_updates:
+            return 0
+        needed = dataflow.fixed.union(neighbour.touched)
+        return len([*takewhile(lambda view: needed.issuperset(view.touched), views)])
 
-
-class _Folding:
-    """A step that is made anew, a row of ops after the other; views wait for what is behind."""
-
-    def __init__(self, dataflow: Dataflow, of_updates: set[str]) -> None:
-        self.fixed, self.of_updates = dataflow.fixed, of_updates
-        self.ops: list[Op] = []
-        self.parts: dict[str, list[str]] = {}
-        self.views: tuple[Op, ...] = ()
-
-    def add(self, run: Sequence[Op], *, are_views: bool) -> None:
-        """Add the next ops in a row."""
-        if are_views:
-            self.views = tuple(run)
-            return
-        behind = self._without_neighbours(run[0] if run and self._is_neighbour(run[0]) else None)
-        self._keep(run)
-        if run:
-            self.parts[run[0].name][:0] = behind
-        self.views = ()
-
-    def _without_neighbours(self, behind: Op | None) -> list[str]:
-        """Keep of the views in a row those that tell something.
-
-        What one that goes with the op before it needs is needed with what others need that go with
-        the op `behind`, where these come first: so those that begin the row go with the one, and
-        those that end it with the other. Returns the names of the last ones.
-        """
-        views, first, last = self.views, 0, len(self.views)
-        before = self.ops[-1] if self.ops and self._is_neighbour(self.ops[-1]) else None
-        needed = self.fixed.union(before.touched if before else ())
-        while before and first < last and needed.issuperset(views[first].touched):
-            self.parts[before.name].append(views[first].name)
-            first += 1
-        needed = self.fixed.union(behind.touched if behind else ())
-        while behind and last > first and needed.issuperset(views[last - 1].touched):
-            last -= 1
-        self._keep(views[first:last])
-        return [view.name for view in views[last:]]
-
-    def _is_neighbour(self, op: Op) -> bool:
-        return op.name not in self.of_updates
-
-    def _keep(self, ops: Sequence[Op]) -> None:
-        self.ops += ops
-        self.parts.update((op.name, [op.name]) for op in ops)
+    rows = [(are_views, tuple(row)) for are_views, row in groupby(dataflow.ops, key=is_view)]
+    parts: dict[str, list[str]] = {}  # names
+    for number, (are_views, row) in enumerate(rows):
+        if not are_views:
+            for op in row:
+                parts.setdefault(op.name, []).append(op.name)
+            continue
+        before = rows[number - 1][1][-1] if number else None
+        behind = rows[number + 1][1][0] if number + 1 < len(rows) else None
+        first = go_with(before, row)
+        last = len(row) - go_with(behind, row[first:][::-1])
+        names = [view.name for view in row]
+        if before is not None:
+            parts[before.name] += names[:first]
+        parts |= {name: [name] for name in names[first:last]}
+        if behind is not None:
+            parts[behind.name] = names[last:]
+    ops = tuple(op for op in dataflow.ops if op.name in parts)
+    left = replace(dataflow, ops=ops, expressions=SizeExpressions())
+    return Folded(left, {name: tuple(of) for name, of in parts.items()})
