@@ -19,6 +19,7 @@ from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.exchanging import exchanging
 from tests.support.factories import KINDS, per_sample_step, with_factories
 from tests.support.nets import KIB, STEPS
+from tests.support.with_small import with_small
 from tests.support.with_views import with_views
 from tests.support.written_out import written_out
 
@@ -66,7 +67,7 @@ def training_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
 def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
     """Steps whose updates read what factory ops make, or whose forward makes gradients itself.
 
-    Some have their updates written out, some have views wherever these may stand.
+    Some have small parameters, some their updates written out, some views wherever these may stand.
     """
     if draw(st.integers(0, 3)) == 0:
         unit = KIB * draw(st.sampled_from([16, 200, 1000]))
@@ -75,6 +76,8 @@ def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
     params = [group.param for group in dataflow.updates]
     kinds = {param: draw(st.sampled_from(KINDS)) for param in params}
     made = with_factories(dataflow, kinds, is_output=draw(st.booleans()))
+    if draw(st.booleans()):
+        made = with_small(made, [param for param in params if draw(st.booleans())])
     made = written_out(made, in_pieces=draw(st.booleans())) if draw(st.booleans()) else made
     return with_views(made, draw(views())) if draw(st.booleans()) else made
 

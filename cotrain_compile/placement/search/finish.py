@@ -1,7 +1,7 @@
 """Finish: the plan of the fastest schedule that a search has found and that passes the check.
 
-In: what was found, maybe for the step folded, and plans that were given. Out: a
-plan of the step as it is written. What was found for the folded step is scheduled again for that.
+In: what was found, maybe for the step folded, and plans that were given. Out: a plan of the step as
+it is written. What was found for the folded step is scheduled again for that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NothingFits(PlacementError):
 class Finish:
     """How what is found becomes a plan of the step of `problem`.
 
-    It was found for the same step folded where that `is_folded`: then `given` are
-    plans of the step itself that no plan is to be slower than.
+    It was found for the same step folded where that `is_folded`: then `given` are plans of the step
+    itself that no plan is to be slower than.
     """
 
     problem: Problem
