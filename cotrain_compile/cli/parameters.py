@@ -52,8 +52,8 @@ Policy = Annotated[
 WorkLimit = Annotated[
     float,
     typer.Option(
-        help="How much to search for each plan: a unit is about a second of one core, and the same "
-        "everywhere."
+        help="How much to search for each plan: a unit is two to three seconds of one core, and "
+        "the same everywhere."
     ),
 ]
 TimeLimit = Annotated[

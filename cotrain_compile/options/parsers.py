@@ -61,7 +61,7 @@ def flag(value: object) -> bool:
 def units(value: object) -> float:
     """Units of work."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-        raise ValueError("a number above 0: about seconds of one core")
+        raise ValueError("a number above 0: a unit is two to three seconds of one core")
     return float(value)
 
 

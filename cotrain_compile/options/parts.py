@@ -71,8 +71,8 @@ def table_of(part: Any) -> dict[str, Option]:
 class PlanningOptions:
     """What a plan is for and how it is found. A budget of None is what the tier has.
 
-    `plan` is the path of a saved plan, used in place of `policy`. `work_limit` is in units of about
-    a second of one core, `time_limit` in seconds, `gap` a fraction.
+    `plan` is the path of a saved plan, used in place of `policy`. `work_limit` is in units of two
+    to three seconds of one core, `time_limit` in seconds, `gap` a fraction.
     """
 
     memory_budget: Size | None = _option(  # noqa: RUF009 - it makes a field()
@@ -96,9 +96,7 @@ class PlanningOptions:
     plan: str | None = _option(None, _PATH, "a file with the plan to use")
     plan_cache: bool = _option(True, bool, "keep plans on disk for the next process")
     solver: str = _option("highs", Solver, "what solves integer programs")
-    work_limit: float = _option(
-        7.0, float, "what a search may do, in about seconds of one core", parsers.units
-    )
+    work_limit: float = _option(7.0, float, "what a search may do, in units of work", parsers.units)
     time_limit: float = _option(
         300.0, float, "seconds until there is a plan, whatever is done", parsers.seconds
     )

@@ -13,9 +13,9 @@ BOUND_SHARE = 0.3
 class SolveSettings:
     """How to look for a plan.
 
-    `work_limit` is for the whole search, in units of about a second of one core: what it leads to
-    is the same on every computer. `time_limit_s` by the clock only guards it: what has begun when
-    it ends is finished, nothing else.
+    `work_limit` is for the whole search, in units of two to three seconds of one core: what it
+    leads to is the same on every computer. `time_limit_s` by the clock only guards it: what has
+    begun when it ends is finished, nothing else.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
     placement is also tried with updates on the host that go on in the next step, with `speculate`
     with updates there that begin on guesses: while the search goes on, so that the plan counts on

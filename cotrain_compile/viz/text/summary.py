@@ -136,7 +136,7 @@ def search(report: SolveReport, *, with_bound: bool = False) -> str:
     bound_s = report.lower_bound_s if with_bound else 0.0
     bound = f"{report.bound_name} {format_seconds(bound_s)} after {report.bound_work:.1f}"
     ended = f"it ended after {report.work:.1f}: {report.ended}"
-    told = ["the search, in units of about a second", found, bound if bound_s else "", ended]
+    told = ["the search, in units of work", found, bound if bound_s else "", ended]
     return "; ".join(filter(None, told))
 
 
