@@ -65,11 +65,14 @@ def finer(problem: Problem, splits: Splits, settings: SolveSettings) -> Splits |
 
 
 def glimpse_s(problem: Problem, settings: SolveSettings, work: Allowance) -> float:
-    """Seconds of a cover that makes all layers again; infinity where that does not fit."""
+    """Seconds of a cover that makes all layers again, where that is allowed.
+
+    Infinity where it does not fit.
+    """
     problem = folded(problem)
     attempts = Attempts(problem, settings, lambda stage: None, work)
-    levels = Levels(problem, work.meter)
-    return min(map(attempts.try_cover, levels.uniform[-1:] or [attempts.step]))
+    again = Levels(problem, work.meter).uniform[-1:] if settings.recompute else []
+    return min(map(attempts.try_cover, again or [attempts.step]))
 
 
 def _writing(dataflow: Dataflow, region: Region) -> int:

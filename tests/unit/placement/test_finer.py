@@ -14,10 +14,12 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search import finer as module
 from cotrain_compile.placement.search import split_variants
+from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.finer import finer, glimpse_s
 from cotrain_compile.placement.search.numbers_of_parts import in_parts
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
+from cotrain_compile.placement.search.variants import Variant
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
@@ -121,3 +123,18 @@ def test_more_parts_have_all_work_and_the_others_a_quarter(monkeypatch: pytest.M
     assert (first.work_limit, last.work_limit) == (4.0, 1.0)
     assert last.known_s <= first.known_s
     assert first.bound_units == last.bound_units == SETTINGS.bound_units
+
+
+def test_a_glimpse_makes_nothing_again_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_again: list[tuple[str, ...]] = []
+
+    def try_cover(self: Attempts, variant: Variant) -> float:
+        seen_again.append(variant.recomputed)
+        return 1.0
+
+    monkeypatch.setattr(Attempts, "try_cover", try_cover)
+    for recompute in (True, False):
+        settings = replace(SETTINGS, recompute=recompute)
+        glimpse_s(problem_of(8.0), settings, Allowance(Meter(), 4.0))
+    assert seen_again[0]
+    assert seen_again[1:] == [()]
