@@ -25,6 +25,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from tests.support.nets import MIB
 from tests.support.random_problems import PLENTY
+from tests.unit.placement.test_recompute_chain import unit_chain
 from tests.unit.placement.test_split import two_regions
 
 SETTINGS = SolveSettings(work_limit=4.0)
@@ -126,6 +127,8 @@ def test_more_parts_have_all_work_and_the_others_a_quarter(monkeypatch: pytest.M
 
 
 def test_a_glimpse_makes_nothing_again_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = unit_chain(4)
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
     seen_again: list[tuple[str, ...]] = []
 
     def try_cover(self: Attempts, variant: Variant) -> float:
@@ -135,6 +138,6 @@ def test_a_glimpse_makes_nothing_again_that_may_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Attempts, "try_cover", try_cover)
     for recompute in (True, False):
         settings = replace(SETTINGS, recompute=recompute)
-        glimpse_s(problem_of(8.0), settings, Allowance(Meter(), 4.0))
+        glimpse_s(problem, settings, Allowance(Meter(), 4.0))
     assert seen_again[0]
     assert seen_again[1:] == [()]
