@@ -198,21 +198,13 @@ def table(result: Mapping[str, Any]) -> str:
         for cell in cells
     ]
     told, gap = result["summary"], result["summary"]["gap"]
-    gaps = {cell.budget: list[float]() for cell in cells}
-    for cell in cells:
-        gaps[cell.budget] += [] if cell.gap is None else [cell.gap]
-    each = "; ".join(
-        f"{percent(statistics.median(of))} and {percent(max(of))} in {budget}"
-        for budget, of in gaps.items()
-        if of
-    )
     return (
         markdown(
             (*headings, "processor"),
             [(*row, f"{cell.processor_s:.1f} s") for row, cell in zip(rows, cells, strict=True)],
         )
         + f"\n{told['cells']} cells: {percent(gap['median'])} above the bound in the median, "
-        f"{percent(gap['worst'])} at worst ({each}); {told['processor_s']['median']:.1f} s of "
+        f"{percent(gap['worst'])} at worst; {told['processor_s']['median']:.1f} s of "
         f"processors in the median, {told['processor_s']['worst']:.1f} s at worst. Of users' own "
         "ways, checkpoints of every layer or of every other with any simple rule, some fits in "
         f"{told['users_fit']} of them; {told['slower_than_users']} plans are slower. Searched for "

@@ -67,7 +67,11 @@ def tight(result: Result) -> str:
 def campaign(result: Result) -> str:
     """Steps that were looked at after the search had been made, by their budgets."""
     told, found = result["summary"], list[str]()
-    for budget, words in (("1.1x", "1.1 times the least memory"), ("0.5", "half of all memory")):
+    for budget, words in (
+        ("1.1x", "1.1 times the least memory"),
+        ("1.1x whole", "1.1 times the least of whole ops"),
+        ("0.5", "half of all memory"),
+    ):
         rows = [row for row in result["rows"] if row["budget"] == budget and row["bound_s"]]
         gaps = [row["step_s"] / row["bound_s"] - 1.0 for row in rows]
         seconds = [row["processor_s"] for row in rows]

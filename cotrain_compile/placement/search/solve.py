@@ -113,12 +113,17 @@ def _planned(
     if smaller is problem:
         return _Search(problem, settings, progress, work).run(incumbents)
     fewer = with_small_resting(smaller)
-    for form in (fewer, smaller)[fewer is smaller :]:
-        search = _Search(form, settings, progress, work, written=problem)
+    first = _Search(fewer, settings, progress, work, written=problem)
+    with suppress(NothingFits):
+        return first.run(incumbents)
+    last = _Search(problem, settings, progress, work)
+    last.refuse_behind(first)
+    if fewer is not smaller:
+        whole = Allowance(work.meter, work.units, work.meter.spent)
         with suppress(NothingFits):
-            return search.run(incumbents)
-        work = Allowance(work.meter, work.units, work.meter.spent)
-    return _Search(problem, settings, progress, work).run_behind(search, incumbents)
+            return _Search(smaller, settings, progress, whole, written=problem).run(incumbents)
+    last.work = Allowance(work.meter, work.units, work.meter.spent)
+    return last.run(incumbents)
 
 
 class _Search(Attempts):
@@ -163,12 +168,11 @@ class _Search(Attempts):
                 self._reuse(incumbents)
             return self._best()
 
-    def run_behind(self, first: _Search, incumbents: Sequence[Plan]) -> Plan:
-        """The plan, or the refusal, of the step in which nothing fits folded, as `first` found."""
+    def refuse_behind(self, first: _Search) -> None:
+        """Refuse where what needs least does not fit, as `first` has found no plan of it folded."""
         if self._least.nbytes > self.problem.budgets[Tier.DEVICE]:
             self.was_late, self.solution = first.ran_out, first.solution
             self._refuse()
-        return self.run(incumbents)
 
     def _certify(self) -> float:
         settings, problem = self.settings, self.problem

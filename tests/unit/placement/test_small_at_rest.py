@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.policies import rule, smallest, streamed
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import Draft, schedule
+from cotrain_compile.placement.search import solve as searching
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.improve import let_small_leave
 from cotrain_compile.placement.search.small_params import (
@@ -31,6 +33,7 @@ from cotrain_compile.plan import Placement, Plan, UpdateMode
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.examples import examples
+from tests.support.written_out import written_out
 
 PLENTY = 1 << 62
 LAYERS = 4
@@ -186,3 +189,27 @@ def test_what_rests_is_tried_away_and_that_is_kept_where_it_is_faster(
         assert (found.placement is tried[-1]) is (factor < 1.0)
     for placement in tried:
         assert {placement.updates[param] for param in SMALL} == {UpdateMode.HOST_STREAMED}
+
+
+def test_what_fits_in_no_form_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small ones at rest; then what needs least says that no other form fits."""
+    step = written_out(biased(1024).dataflow)
+    problem = problem_of(step)
+    with pytest.raises(PlacementError) as refusal:
+        solve(problem.with_budget(Tier.DEVICE, 1))
+    least = 1 + refusal.value.shortfall_bytes
+    searched: list[bool] = []
+    run = searching._Search.run
+
+    def noting(self: searching._Search, incumbents: Sequence[Plan]) -> Plan:
+        searched.append(bool(self.problem.resting))
+        return run(self, incumbents)
+
+    monkeypatch.setattr(searching._Search, "run", noting)
+    with pytest.raises(PlacementError) as again:
+        solve(problem.with_budget(Tier.DEVICE, least - 1))
+    assert again.value.shortfall_bytes == 1
+    assert searched == [True]
+    searched.clear()
+    assert solve(problem.with_budget(Tier.DEVICE, least)).tasks
+    assert searched[0]
